@@ -14,7 +14,7 @@ from pdcluster.checkpoint.weights_digest import MAX_GROUP_BYTES
 from pdcluster.core.address import parse_address
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.messages import Endpoint, Role
-from pdcluster.core.weights import BASE, WeightsVersion, check_label
+from pdcluster.core.weights import BASE, FormerWeights, WeightsVersion, check_label
 from pdcluster.kv.layout import Fingerprint, KVType
 from pdcluster.transfer.backends.base import Peer
 
@@ -115,6 +115,10 @@ class NodeCard:
     weights_epoch: int = 0
     # Of the requests that name no weights, in percent, that these may get.
     weights_share: float = 100.0
+    # Where they were loaded from; "": the model that the node was started with.
+    weights_source: str = ""
+    # What it served before; None: these are its first.
+    weights_former: FormerWeights | None = None
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -236,7 +240,7 @@ def check_card(card: NodeCard) -> None:
         raise BadRequest(f"dtype is {layout.dtype!r}, allowed are {', '.join(get_args(KVType))}", "dtype")
     _check_text("engine", card.engine, MAX_NAME_CHARS, required=True)
     _check_capabilities(card.capabilities)
-    check_weights(card.weights_label, card.weights_epoch, card.weights_share)
+    _check_weights(card)
     _check_address(card.address)
     if len(card.fingerprint.weight_groups) > MAX_GROUP_BYTES:
         raise BadRequest(
@@ -264,13 +268,17 @@ def _check_capabilities(found: Capabilities) -> None:
         raise BadRequest(f"capability adapters is {found.adapters}, allowed are 0 to {MAX_ADAPTERS}", "adapters")
 
 
-def check_weights(label: str, epoch: int, share: float) -> None:
-    """Raises BadRequest for what no node says of its weights."""
-    check_label(label)
-    if not 0 <= epoch <= INT31:
-        raise BadRequest(f"weights_epoch is {epoch}, allowed are 0 to {INT31}", "weights_epoch")
-    if not 0.0 <= share <= 100.0:  # which no NaN is
-        raise BadRequest(f"weights_share is {share}, allowed are 0 to 100 percent", "weights_share")
+def _check_weights(card: NodeCard) -> None:
+    check_label(card.weights_label)
+    if not 0 <= card.weights_epoch <= INT31:
+        raise BadRequest(f"weights_epoch is {card.weights_epoch}, allowed are 0 to {INT31}", "weights_epoch")
+    if not 0.0 <= card.weights_share <= 100.0:  # which no NaN is
+        raise BadRequest(f"weights_share is {card.weights_share}, allowed are 0 to 100 percent", "weights_share")
+    former = card.weights_former or FormerWeights(BASE, "")
+    check_label(former.label)
+    _check_text("weights_source", card.weights_source, MAX_TEXT_CHARS, required=False)
+    _check_text("weights_former.digest", former.digest, MAX_NAME_CHARS, required=False)
+    _check_text("weights_former.source", former.source, MAX_TEXT_CHARS, required=False)
 
 
 def check_adapters(adapters: Sequence[Adapter], taken: Sequence[str]) -> None:

@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import cast
 
+import msgspec
+
 from pdcluster.bootstrap.card import NATIVE, Adapter, Capabilities, ClusterSnapshot, FirstToken, NodeCard
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.messages import Role
-from pdcluster.core.weights import BASE
+from pdcluster.core.weights import BASE, FormerWeights
 from pdcluster.kv.layout import NATIVE_ENGINE, Fingerprint, KVLayout, KVType
 from pdcluster.rpc import bootstrap_pb2 as pb
 
@@ -40,7 +42,7 @@ def card_to_proto(card: NodeCard) -> pb.NodeCard:
         model_aliases=card.model_aliases, version=card.version,
         capabilities=capabilities_to_proto(card.capabilities), adapters=adapters_to_proto(card.adapters),
         link_key=card.link_key,
-        weights=pb.WeightsState(label=card.weights_label, epoch=card.weights_epoch, share=card.weights_share),
+        weights=_weights_to_proto(card),
     )  # fmt: skip
 
 
@@ -65,7 +67,24 @@ def card_from_proto(card: pb.NodeCard) -> NodeCard:
         capabilities=capabilities_from_proto(card.capabilities) if card.HasField("capabilities") else NATIVE,
         adapters=adapters_from_proto(card.adapters), link_key=card.link_key,
         weights_label=weights.label, weights_epoch=weights.epoch, weights_share=weights.share,
+        weights_source=weights.source, weights_former=_former_from_proto(weights),
     )  # fmt: skip
+
+
+def _weights_to_proto(card: NodeCard) -> pb.WeightsState:
+    former = card.weights_former
+    return pb.WeightsState(
+        label=card.weights_label,
+        epoch=card.weights_epoch,
+        share=card.weights_share,
+        source=card.weights_source,
+        former=None if former is None else pb.FormerWeights(**msgspec.structs.asdict(former)),
+    )
+
+
+def _former_from_proto(found: pb.WeightsState) -> FormerWeights | None:
+    former = found.former
+    return FormerWeights(former.label, former.digest, former.source) if found.HasField("former") else None
 
 
 def capabilities_to_proto(found: Capabilities) -> pb.Capabilities:

@@ -229,7 +229,8 @@ class ManageAdapter(NodeMessage, frozen=True, array_like=True):
 
 class PrepareWeights(NodeMessage, frozen=True, array_like=True):
     """Load other weights of the same model beside those that serve. version.digest: what they must have, "" for
-    whatever they have. source: a directory or file on the node's machine, or a hub's ORG/NAME. Answered when they are
+    whatever they have. source: a directory or file on the node's machine, or a hub's ORG/NAME; "": the model that the
+    node was started with. Answered when they are
     ready to be switched to, or cannot be; the node goes on serving. Idempotent; number names the answer."""
 
     number: BigCount
@@ -600,6 +601,8 @@ AnyMessage = (
     | CacheDelta | Managed | AdapterManaged | WeightsManaged | FileChunk
     | Commit | CommitAck | Abort | AbortAck | Fetch | Declined
 )  # fmt: skip
+
+WeightsOrder = PrepareWeights | SwitchWeights | DropWeights | ShareWeights
 
 # In one frame.
 MAX_MESSAGES = 1024

@@ -37,6 +37,16 @@ class WeightsVersion(Value, frozen=True, array_like=True):
         return f"{self.label} (epoch {self.epoch})"
 
 
+class FormerWeights(Value, frozen=True, array_like=True):
+    """What a node served before its weights, so that they can be undone. source: as for a load; "": the model that the
+    node was started with.
+    """
+
+    label: Label
+    digest: Digest
+    source: str = ""
+
+
 def check_label(label: str) -> str:
     """Raises BadRequest for what is no label."""
     try:

@@ -116,6 +116,9 @@ class EngineConfig:
     cache_dir: keeps compiled kernels.
     deterministic: a request's tokens are the same bits whatever else is computed.
     quantization: of the weights.
+    weights_files: copies of the model's weight files; none: they are mapped from model_dir.
+    populates: every page of the pool is touched now, and not when it is first used.
+    text_dir: has the tokenizer; None: model_dir.
     """
 
     model_dir: Path
@@ -129,6 +132,9 @@ class EngineConfig:
     threads: int = 1
     deterministic: bool = False
     quantization: Quantization = "none"
+    weights_files: tuple[Path, ...] = ()
+    populates: bool = True
+    text_dir: Path | None = None
 
 
 class Engine:
@@ -150,15 +156,18 @@ class Engine:
         )
         self.config: ModelConfig = read_config(config.model_dir)
         share = share_of(self.config, group.rank, group.size)
-        whole = load_weights(config.model_dir, self.config, config.dtype, config.device, config.threads)
+        whole = load_weights(
+            config.model_dir, self.config, config.dtype, config.device, config.threads, config.weights_files
+        )
         self.weights_digest, self.weight_groups = whole.digest.whole, whole.digest.groups
         weights = cut(whole, self.config, share)
         self.full_layout: KVLayout = self.config.kv_layout(config.page_tokens, weights.dtype)
         self.layout: KVLayout = replace(self.full_layout, num_kv_heads=share.num_kv_heads)
         self.num_pages = config.num_pages or config.kv_bytes // (self.layout.page_bytes * group.size)
-        _check_capacity(self.num_pages, self.layout, config.device)
+        if config.populates:
+            _check_capacity(self.num_pages, self.layout, config.device)
         self.max_len = _max_len(config.max_len, self.config, self.num_pages * config.page_tokens)
-        self.pool = KVPool(self.layout, self.num_pages, config.device)
+        self.pool = KVPool(self.layout, self.num_pages, config.device, populates=config.populates)
         self._ops = _ops_of(config, weights.dtype)
         self._model: CausalModel = Decoder(self.config, weights, self.pool.tensor, self._ops, share, group)
         self._group = group
@@ -166,7 +175,9 @@ class Engine:
         self._limits = PlanLimits(self.config.vocab_size, self.num_pages, config.page_tokens, self.max_len)
         self._progress = progress or LayerProgress()
         self.grammars = Grammars(
-            lambda: vocabulary_of(config.model_dir, self.config.vocab_size, self.config.eos_token_ids)
+            lambda: vocabulary_of(
+                config.text_dir or config.model_dir, self.config.vocab_size, self.config.eos_token_ids
+            )
         )
         self._constraints = Constraints(self.grammars, self.config.eos_token_ids)
         self._following = TokenHandoff()
@@ -174,6 +185,7 @@ class Engine:
         self._num_blocks = 0
         self._compilations = compilations()
         self._worker = EngineWorker(self._compute, config.threads)
+        self._is_closed = False
         log.info(
             "engine: %s, %s on %s (%s), %d pages",
             self.config.architecture,
@@ -248,7 +260,7 @@ class Engine:
     def close(self) -> None:
         """Wait for a running step, stop the worker, give up the pool. Idempotent. What a stuck worker may use stays."""
         self._worker.close()
-        if self._worker.is_stuck:
+        if self._worker.is_stuck or self._is_closed:
             return
         self._constraints.close()
         self.grammars.close()
@@ -256,6 +268,8 @@ class Engine:
         self._ops.close()
         self._progress.close()
         self.pool.close()
+        self._is_closed = True
+        del self._model, self._ops  # with the weights, whoever still holds the engine
 
     @property
     def num_stuck(self) -> int:

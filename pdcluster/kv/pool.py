@@ -30,7 +30,8 @@ class KVPool:
     address, nbytes, fd: the fields of `transfer.backends.base.Region`.
     """
 
-    def __init__(self, layout: KVLayout, num_pages: int, device: str = "cpu") -> None:
+    def __init__(self, layout: KVLayout, num_pages: int, device: str = "cpu", *, populates: bool = True) -> None:
+        """populates: touch every page, so that the first prefill does not pay for it."""
         if num_pages < 1:
             raise ConfigError(f"a KV pool of {num_pages} pages holds nothing; give it at least 1")
         self.layout = layout
@@ -41,7 +42,7 @@ class KVPool:
         shape = (num_pages, layout.num_layers, 2, layout.num_kv_heads, layout.page_tokens, layout.head_dim)
         dtype = _torch_dtype(layout)
         if device == "cpu":
-            self.fd, self._mapping = _map_shared(self.nbytes)
+            self.fd, self._mapping = _map_shared(self.nbytes, populates=populates)
             self.tensor = torch.frombuffer(self._mapping, dtype=dtype).view(shape)
         else:
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
@@ -79,7 +80,7 @@ def _torch_dtype(layout: KVLayout) -> torch.dtype:
     return found
 
 
-def _map_shared(nbytes: int) -> tuple[int, mmap.mmap]:
+def _map_shared(nbytes: int, *, populates: bool) -> tuple[int, mmap.mmap]:
     fd = os.memfd_create("pdcluster-kv", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, nbytes)
@@ -87,19 +88,19 @@ def _map_shared(nbytes: int) -> tuple[int, mmap.mmap]:
     except (OSError, ValueError) as error:
         os.close(fd)
         raise ConfigError(f"cannot map {nbytes} bytes for the KV pool: {error}; lower the number of pages") from error
-    _populate(mapping)
+    with suppress(OSError):  # this kernel has none
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    if populates:
+        _populate(mapping)
     return fd, mapping
 
 
 def _populate(mapping: mmap.mmap) -> None:
-    """Touch every page, so that the first prefill does not pay for it. Kernels that cannot do that fault pages in on
-    first use.
+    """Touch every page. Kernels that cannot do that fault pages in on first use.
 
-    It asks for huge pages where the system has them for shared memory (`shmem_enabled`): a long context lies in pieces
-    of a few KiB, and reads end at every page of the system.
+    Huge pages were asked for, where the system has them for shared memory (`shmem_enabled`): a long context lies in
+    pieces of a few KiB, and reads end at every page of the system.
     """
-    with suppress(OSError):  # this kernel has none
-        mapping.madvise(mmap.MADV_HUGEPAGE)
     try:
         mapping.madvise(_MADV_POPULATE_WRITE)
     except OSError:

@@ -26,24 +26,26 @@ class NodeAvailability:
     """The node's role and cordon.
 
     is_draining: on the way out; no message takes that back.
+    is_switching: on the way to other weights; a switch that fails takes it back.
     has_moved: its work was moved since it was cordoned, so what still comes is refused.
     """
 
-    def __init__(self, role: Role, cluster: CardPublisher) -> None:
+    def __init__(self, role: Role, cluster: CardPublisher, *, is_cordoned: bool = False) -> None:
         self.role = role
-        self.is_cordoned = False
+        self.is_cordoned = is_cordoned
+        self.is_switching = False
         self.is_draining = False
         self.has_moved = False
         self._cluster = cluster
 
     @property
     def takes_work(self) -> bool:
-        return not (self.is_cordoned or self.is_draining)
+        return not (self.is_cordoned or self.is_draining or self.is_switching)
 
     @property
     def refuses_work(self) -> bool:
         """Whether work that a router sent before it knew better is refused. A cordon alone does not refuse it."""
-        return self.is_draining or self.has_moved
+        return self.is_draining or self.is_switching or self.has_moved
 
     def apply(self, message: Manage) -> Managed:
         """Apply a change and answer with the new state. Idempotent."""
@@ -59,6 +61,11 @@ class NodeAvailability:
         if message.moves:
             self.has_moved = not self.takes_work
         return Managed(message.number, self.role, self.is_cordoned)
+
+    def set_switching(self, is_switching: bool) -> None:
+        """Take no new work while the node goes over to other weights."""
+        self.is_switching = is_switching
+        self._cluster.set_draining(not self.takes_work)
 
     def drain(self) -> None:
         """Take no new work from now on."""

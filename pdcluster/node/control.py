@@ -23,15 +23,20 @@ from pdcluster.core.messages import (
     AskCache,
     Cancel,
     Deliver,
+    DropWeights,
     FetchFile,
     Hello,
     Load,
     Manage,
     ManageAdapter,
     Prefill,
+    PrepareWeights,
     Release,
     Reserve,
     Role,
+    ShareWeights,
+    SwitchWeights,
+    WeightsManaged,
     Welcome,
 )
 from pdcluster.node.acceptance import Acceptance
@@ -40,6 +45,7 @@ from pdcluster.node.legs import AnyLeg, EmittedTokens, EndedLegs
 from pdcluster.node.outbox import Outbox
 from pdcluster.node.reports.health import NodeHealth, NodeSnapshot
 from pdcluster.node.reports.load_report import CacheSource, ModelFiles, Reporter
+from pdcluster.node.weights_loader import PreparedBoot, WeightsLoader
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.hub import Hub, LeaseEnded, LinkLost, Received
 
@@ -81,6 +87,11 @@ class EngineSide(Protocol):
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs, and no KV is held for anybody."""
+        ...
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing runs, and no write of this node still reads its KV. Others may write to it."""
         ...
 
     @property
@@ -171,6 +182,8 @@ class Neighbours(Protocol):
 
     def set_adapters(self, adapters: tuple[Adapter, ...]) -> None: ...
 
+    def set_weights_share(self, share: float) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class NodeLinks:
@@ -196,29 +209,38 @@ class NodeControl:
         drain_s: float,
         clock: Callable[[], float],
         health: NodeHealth | None = None,
+        loader: WeightsLoader | None = None,
     ) -> None:
-        """health: told of every turn; None: nobody looks."""
+        """health: told of every turn; None: nobody looks.
+        loader: by default one that refuses to load.
+        """
         self._links, self._side = links, side
+        self._loader = loader or WeightsLoader(links.me.node, links.outbox, None)
         self._health = health
         self._drain_s = drain_s
         self._clock = clock
         self._reporter = Reporter(side.cache, side.load, interval_s=report_s, clock=clock, seen=links.hub.last_received)
-        # When running work moves to other nodes, and then when the node ends whatever is left.
-        self._drain_until: float | None = None
+        # When running work moves to other nodes, and then when the node ends whatever is left, or serves on where it
+        # only goes over to other weights.
+        self._leave_by: float | None = None
         self._has_moved = False
         self._idle_since = clock()
         self._is_checked = True
         self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_closed = False
         self._poller = zmq.Poller()
         self._polled: list[object] = []
 
     def stop(self) -> None:
         """Ask the loop to drain and return. Safe from signal handlers and other threads."""
-        os.eventfd_write(self._stop_fd, 1)
+        if not self._is_closed:
+            os.eventfd_write(self._stop_fd, 1)
 
-    def run(self) -> None:
-        """Serve until `stop`, then until running work is done. What still runs at the drain deadline moves to other
-        nodes. Raises what the side raises: the node is broken then.
+    def run(self) -> PreparedBoot | None:
+        """Serve until `stop`, then until running work is done; None. What still runs at the drain deadline moves to
+        other nodes. Where other weights are to be served, return them when running work is done.
+
+        Raises what the side raises: the node is broken then.
         """
         try:
             while not self._is_over():
@@ -226,15 +248,19 @@ class NodeControl:
                 self.turn()
             self._links.outbox.flush(self._links.hub)
             self._links.hub.close(LINGER_S)
+            return self._loader.take() if self._loader.is_switching else None
         finally:
             self.close()
 
     def close(self) -> None:
+        self._is_closed = True
         os.close(self._stop_fd)
+        self._loader.close()
 
     def turn(self) -> None:
         """One pass over everything that may have news."""
         self._handle_messages()
+        self._loader.turn()
         self._move_at_deadline()
         self._side.turn()
         self._reporter.report(self._tell)
@@ -248,7 +274,10 @@ class NodeControl:
 
     def _wait(self) -> None:
         links = self._links
-        watched = [*links.hub.sockets(), links.neighbours.wakeup_fd, self._stop_fd, *self._side.wakeups()]
+        watched = [
+            *links.hub.sockets(), links.neighbours.wakeup_fd, self._stop_fd, self._loader.wakeup_fd,
+            *self._side.wakeups(),
+        ]  # fmt: skip
         if watched != self._polled:
             self._poller = zmq.Poller()
             for item in watched:
@@ -267,27 +296,48 @@ class NodeControl:
         return max(0, int(wait_s * 1000 + 0.999)) / 1000
 
     def _start_draining(self) -> None:
-        if self._drain_until is None:
-            logger.info("draining: %d requests or transfers are still here", self._side.num_open)
-            self._drain_until = self._clock() + self._drain_s
-            self._links.standing.drain()
+        if self._links.standing.is_draining:
+            return
+        if self._loader.is_switching:
+            self._stay("the node stops")
+        logger.info("draining: %d requests or transfers are still here", self._side.num_open)
+        self._leave_by, self._has_moved = self._clock() + self._drain_s, False
+        self._links.standing.drain()
 
     def _is_over(self) -> bool:
-        if self._drain_until is None:
+        if self._leave_by is None:
             return False
-        if self._has_moved and self._clock() >= self._drain_until:
+        is_late = self._has_moved and self._clock() >= self._leave_by
+        if self._loader.is_switching:
+            if is_late and not self._side.is_quiet:
+                self._stay(f"{self._side.num_open} requests or transfers did not end within {MOVE_S:g} s")
+            return self._leave_by is not None and self._side.is_quiet
+        if is_late:
             logger.warning("the node ends although %d requests or transfers are not done", self._side.num_open)
             return True
         return self._side.is_idle or (self._side.is_stuck and not self._side.num_open)
 
     def _move_at_deadline(self) -> None:
-        """Give what still runs at the drain deadline to other nodes, once, and leave transfers a little more time."""
-        if self._drain_until is None or self._has_moved or (now := self._clock()) < self._drain_until:
+        """Give what still runs at the deadline to other nodes, once, and leave transfers a little more time."""
+        if self._leave_by is None or self._has_moved or (now := self._clock()) < self._leave_by:
             return
-        self._has_moved, self._drain_until = True, now + MOVE_S
-        logger.warning(
-            "the drain deadline of %g s passed: %d requests move to other nodes", self._drain_s, self._move_work()
-        )
+        self._has_moved, self._leave_by = True, now + MOVE_S
+        logger.warning("the time to end is over: %d requests move to other nodes", self._move_work())
+
+    def _switch_weights(self, router: Peer, message: SwitchWeights) -> None:
+        """Take no new work, and end what runs."""
+        if self._links.standing.is_draining:
+            reason = f"node {self._links.me.node} stops"
+            self._links.outbox.message(router, WeightsManaged(message.number, reason, self._loader.prepared))
+        elif self._loader.switch(router, message):
+            self._leave_by, self._has_moved = self._clock() + message.finish_s, False
+            self._links.standing.set_switching(True)
+
+    def _stay(self, reason: str) -> None:
+        """The switch is off; the node takes work again."""
+        self._loader.stay(reason)
+        self._leave_by, self._has_moved = None, False
+        self._links.standing.set_switching(False)
 
     def _move_work(self) -> int:
         """End what runs or waits here, so that routers go on with it elsewhere. Returns how many requests."""
@@ -340,6 +390,15 @@ class NodeControl:
             links.outbox.message(router, answer)
         elif isinstance(message, ManageAdapter):
             side.manage_adapter(router, message)
+        elif isinstance(message, PrepareWeights):
+            self._loader.load(router, message)
+        elif isinstance(message, SwitchWeights):
+            self._switch_weights(router, message)
+        elif isinstance(message, DropWeights):
+            self._loader.drop(router, message)
+        elif isinstance(message, ShareWeights):
+            links.neighbours.set_weights_share(message.share)
+            links.outbox.message(router, WeightsManaged(message.number, "", self._loader.prepared))
         elif isinstance(message, AskCache):
             self._reporter.add(router, self._tell)
         elif isinstance(message, FetchFile):

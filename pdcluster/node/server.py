@@ -1,16 +1,21 @@
 """The node process, whatever its engine: health port, model files, links, registration. Runs the loop until SIGTERM or
 SIGINT, then drains.
+
+A process is one boot of its node after the other: each load of other weights ends one and begins the next, with an
+incarnation, an engine and links of its own. To the cluster that is a restart.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import secrets
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import zmq
@@ -19,12 +24,16 @@ from pdcluster.bootstrap.agent import NodeAgent
 from pdcluster.bootstrap.card import NodeCard
 from pdcluster.bootstrap.credentials import Identity, bootstrap_credentials
 from pdcluster.checkpoint.bundled import path as bundled_model
-from pdcluster.checkpoint.hub import local_model
+from pdcluster.checkpoint.hub import local_model, served_name
 from pdcluster.checkpoint.inspection import check_model_files
+from pdcluster.core.messages import PrepareWeights, Role
+from pdcluster.core.weights import FormerWeights, WeightsVersion
 from pdcluster.node.control import EngineSide, NodeControl, NodeLinks
 from pdcluster.node.reports.health import NodeHealth
 from pdcluster.node.reports.load_report import ModelFiles
+from pdcluster.node.weights_loader import WeightsLoader
 from pdcluster.processes.garbage import collect_seldom
+from pdcluster.processes.leaving import leave_if_stuck
 from pdcluster.processes.ready import announce
 from pdcluster.settings.config import NodeConfig
 from pdcluster.telemetry.health import health_port
@@ -36,46 +45,100 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NodeProcess:
-    """What a node process has before its engine.
+    """What a boot of the node has before its engine.
 
-    stack, engine_stack: closed at the end, the engine's last.
+    names: of the model in the API, the first one first.
+    role, is_cordoned: as operators left them at the boot before.
+    stack, engine_stack: closed at the end of the boot, the engine's last.
+    end_stack: closed at the end of the process, after the last boot.
     """
 
     config: NodeConfig
     me: Peer
     model_dir: Path
+    names: tuple[str, ...]
     files: ModelFiles
     health: NodeHealth
     agent: NodeAgent
     context: zmq.Context[zmq.Socket[bytes]]
     spans: Tracer | None
     clock: Callable[[], float]
+    role: Role
     stack: ExitStack
     engine_stack: ExitStack
+    end_stack: ExitStack
+    is_cordoned: bool = False
+    # Of the weights that the boot serves: their share of requests, where they come from, and what was served before.
+    weights_share: float = 100.0
+    weights_source: str = ""
+    weights_former: FormerWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedEngine:
-    """A started engine, and how its node talks."""
+    """A started engine, and how its node talks.
+
+    prepare: loads other weights beside these, on a thread; None: the engine cannot while it runs.
+    """
 
     links: NodeLinks
     side: EngineSide
     card: NodeCard
+    prepare: Callable[[PrepareWeights], NextBoot] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NextBoot:
+    """Implements weights_loader.PreparedBoot.
+
+    me: the boot's name and incarnation.
+    source: where the weights come from.
+    open: builds the node around the engine, which its engine_stack closes from then on.
+    free: closes the engine where it is not opened.
+    """
+
+    version: WeightsVersion
+    me: Peer
+    open: Callable[[NodeProcess], OpenedEngine]
+    free: Callable[[], None]
+    source: str = ""
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def close(self) -> None:
+        self.free()
+        self.ended.set()
 
 
 def serve(config: NodeConfig, open_engine: Callable[[NodeProcess], OpenedEngine]) -> int:
     """Serve until a signal. Returns 0 after a drain. Raises what broke the engine."""
-    with ExitStack() as engine_stack, ExitStack() as stack:
+    with ExitStack() as end_stack:
         health = NodeHealth()
         health.stage = "loading the model"
-        health_address = engine_stack.enter_context(health_port(config.health, health.probes))
-        process = _open_process(config, health, stack, engine_stack)
-        opened = open_engine(process)
+        health_address = end_stack.enter_context(health_port(config.health, health.probes))
+        with ExitStack() as stack:
+            process, stop = _open_process(config, health, stack, end_stack), StopSignal()
+            following: NextBoot | None = NextBoot(WeightsVersion(), process.me, open_engine, _nothing)
+            while following is not None:
+                process = replace(process, me=following.me)
+                process, following = _serve_boot(process, following, health_address, stop)
+    logger.info("node %s is done", process.me.node)
+    return 0
+
+
+def _serve_boot(
+    process: NodeProcess, boot: NextBoot, health_address: str | None, stop: StopSignal
+) -> tuple[NodeProcess, NextBoot | None]:
+    """Serve as one boot. Returns the process as operators left it, and the boot that follows; None: it was stopped."""
+    config, health, is_first = process.config, process.health, process.health.identity == {}
+    with ExitStack() as engine_stack, ExitStack() as stack:
+        engine_stack.callback(boot.ended.set)
+        opened = boot.open(replace(process, stack=stack, engine_stack=engine_stack))
         links, card = opened.links, opened.card
         stack.callback(links.hub.close)
         links.acceptance.models = frozenset(card.model_digests)
         links.acceptance.embeds = card.capabilities.embeds
         links.acceptance.block_tokens = card.hash_block_tokens
+        loader = WeightsLoader(card.node, links.outbox, opened.prepare)
         control = NodeControl(
             links,
             opened.side,
@@ -83,27 +146,67 @@ def serve(config: NodeConfig, open_engine: Callable[[NodeProcess], OpenedEngine]
             drain_s=config.drain_s,
             clock=process.clock,
             health=health if health_address is not None else None,
+            loader=loader,
         )
-        _on_signals(control.stop)
+        stop.watch(control)
         health.identity = {
             "node": card.node, "model": card.model, "incarnation": card.incarnation, "engine": config.engine,
+            "weights": card.weights_label, "weights_epoch": str(card.weights_epoch),
         }  # fmt: skip
         health.stage = "registering"
-        process.agent.start(card, registered=lambda: _announce_ready(config, card, health_address))
-        collect_seldom()
+        if is_first:
+            process.agent.start(card, registered=lambda: _announce_ready(config, card, health_address))
+        else:
+            process.agent.succeed(card)
+        if is_first:
+            collect_seldom()
+        else:
+            gc.unfreeze()  # what was made before may be garbage now
         logger.info(
-            "node %s (%s) serves %s at %s over %s",
-            card.node, card.role, card.model, card.address, ", ".join(card.backends) or "no transfer",
+            "node %s (%s) serves %s, weights %s, at %s over %s",
+            card.node, card.role, card.model, card.weights_version, card.address,
+            ", ".join(card.backends) or "no transfer",
         )  # fmt: skip
-        control.run()
-    logger.info("node %s is done", card.node)
-    return 0
+        following, standing = control.run(), links.standing
+        if loader.num_busy:
+            process.end_stack.callback(leave_if_stuck, loader.num_busy, 0)
+    assert following is None or isinstance(following, NextBoot)
+    share = process.weights_share if following is None else loader.share
+    left = replace(process, role=standing.role, is_cordoned=standing.is_cordoned, weights_share=share)
+    if following is not None:
+        former = FormerWeights(card.weights_label, card.weights, card.weights_source)
+        left = replace(left, weights_source=following.source, weights_former=former)
+    return left, following
 
 
-def _open_process(config: NodeConfig, health: NodeHealth, stack: ExitStack, engine_stack: ExitStack) -> NodeProcess:
+def _nothing() -> None:
+    """The first boot's engine does not run before it is opened."""
+
+
+class StopSignal:
+    """SIGTERM and SIGINT, for whichever boot serves. One that comes between two boots ends the second at once."""
+
+    def __init__(self) -> None:
+        self._has_come = False
+        self._control: NodeControl | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda _number, _frame: self._stop())
+
+    def watch(self, control: NodeControl) -> None:
+        self._control = control
+        if self._has_come:
+            control.stop()
+
+    def _stop(self) -> None:
+        self._has_come = True
+        if self._control is not None:
+            self._control.stop()
+
+
+def _open_process(config: NodeConfig, health: NodeHealth, stack: ExitStack, end_stack: ExitStack) -> NodeProcess:
     model_dir = local_model(config.model or bundled_model())
     check_model_files(model_dir, needs_tokenizer=False)  # a router may have its own
-    me = Peer(config.name or f"{config.role}-{secrets.token_hex(3)}", secrets.token_hex(8))
+    me = Peer(config.name or f"{config.role}-{secrets.token_hex(3)}", new_incarnation())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stack.callback(context.destroy, 0)
     spans = open_tracer(config.tracing, "node", me.node, time.monotonic, time.time)
@@ -117,8 +220,26 @@ def _open_process(config: NodeConfig, health: NodeHealth, stack: ExitStack, engi
     health.registration = agent
     stack.callback(agent.stop)
     return NodeProcess(
-        config, me, model_dir, ModelFiles(model_dir), health, agent, context, spans, time.monotonic, stack, engine_stack
+        config=config,
+        me=me,
+        model_dir=model_dir,
+        names=config.served_model_name or (served_name(model_dir),),
+        files=ModelFiles(model_dir),
+        health=health,
+        agent=agent,
+        context=context,
+        spans=spans,
+        clock=time.monotonic,
+        role=config.role,
+        stack=stack,
+        engine_stack=stack,
+        end_stack=end_stack,
     )
+
+
+def new_incarnation() -> str:
+    """Names one boot of a node."""
+    return secrets.token_hex(8)
 
 
 def _announce_ready(config: NodeConfig, card: NodeCard, health: str | None = None) -> None:
@@ -126,8 +247,3 @@ def _announce_ready(config: NodeConfig, card: NodeCard, health: str | None = Non
         config.ready_fd, card.address, name=card.node, role=card.role, model=card.model,
         transfer=list(card.backends), health=health,
     )  # fmt: skip
-
-
-def _on_signals(stop: Callable[[], None]) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: stop())

@@ -18,7 +18,7 @@ class ListNodesReply(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ...) -> None: ...
 
 class Node(_message.Message):
-    __slots__ = ("name", "incarnation", "role", "state", "address", "model", "device", "backends", "max_len", "load", "in_flight", "version", "models", "engine", "capabilities", "adapters")
+    __slots__ = ("name", "incarnation", "role", "state", "address", "model", "device", "backends", "max_len", "load", "in_flight", "version", "models", "engine", "capabilities", "adapters", "weights")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class Node(_message.Message):
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: str
     role: _bootstrap_pb2.Role
@@ -51,7 +52,52 @@ class Node(_message.Message):
     engine: str
     capabilities: _bootstrap_pb2.Capabilities
     adapters: _containers.RepeatedCompositeFieldContainer[_bootstrap_pb2.Adapter]
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_bootstrap_pb2.Role, str]] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., max_len: _Optional[int] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., in_flight: _Optional[int] = ..., version: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ..., engine: _Optional[str] = ..., capabilities: _Optional[_Union[_bootstrap_pb2.Capabilities, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[_bootstrap_pb2.Adapter, _Mapping]]] = ...) -> None: ...
+    weights: _bootstrap_pb2.WeightsState
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_bootstrap_pb2.Role, str]] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., max_len: _Optional[int] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., in_flight: _Optional[int] = ..., version: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ..., engine: _Optional[str] = ..., capabilities: _Optional[_Union[_bootstrap_pb2.Capabilities, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[_bootstrap_pb2.Adapter, _Mapping]]] = ..., weights: _Optional[_Union[_bootstrap_pb2.WeightsState, _Mapping]] = ...) -> None: ...
+
+class LoadWeightsRequest(_message.Message):
+    __slots__ = ("source", "label", "max_unavailable", "canary_percent", "finish_s")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    MAX_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    CANARY_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    FINISH_S_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    label: str
+    max_unavailable: int
+    canary_percent: float
+    finish_s: float
+    def __init__(self, source: _Optional[str] = ..., label: _Optional[str] = ..., max_unavailable: _Optional[int] = ..., canary_percent: _Optional[float] = ..., finish_s: _Optional[float] = ...) -> None: ...
+
+class UndoWeightsRequest(_message.Message):
+    __slots__ = ("finish_s",)
+    FINISH_S_FIELD_NUMBER: _ClassVar[int]
+    finish_s: float
+    def __init__(self, finish_s: _Optional[float] = ...) -> None: ...
+
+class RolloutProgress(_message.Message):
+    __slots__ = ("node", "stage", "label", "epoch", "digest", "done", "nodes", "running", "context_tokens", "seconds")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    stage: str
+    label: str
+    epoch: int
+    digest: str
+    done: int
+    nodes: int
+    running: int
+    context_tokens: int
+    seconds: float
+    def __init__(self, node: _Optional[str] = ..., stage: _Optional[str] = ..., label: _Optional[str] = ..., epoch: _Optional[int] = ..., digest: _Optional[str] = ..., done: _Optional[int] = ..., nodes: _Optional[int] = ..., running: _Optional[int] = ..., context_tokens: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
     __slots__ = ("waiting", "running", "waiting_tokens", "context_tokens", "slots", "slots_used", "pages_total", "pages_free", "pages_cached", "pages_quarantined", "pages_pinned", "pages_parked", "steps", "itl_s")

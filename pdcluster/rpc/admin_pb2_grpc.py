@@ -69,6 +69,16 @@ class AdminStub:
                 request_serializer=pdcluster_dot_rpc_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=pdcluster_dot_rpc_dot_admin__pb2.ChangeAdapterReply.FromString,
                 _registered_method=True)
+        self.LoadWeights = channel.unary_stream(
+                '/pdcluster.v1.Admin/LoadWeights',
+                request_serializer=pdcluster_dot_rpc_dot_admin__pb2.LoadWeightsRequest.SerializeToString,
+                response_deserializer=pdcluster_dot_rpc_dot_admin__pb2.RolloutProgress.FromString,
+                _registered_method=True)
+        self.UndoWeights = channel.unary_stream(
+                '/pdcluster.v1.Admin/UndoWeights',
+                request_serializer=pdcluster_dot_rpc_dot_admin__pb2.UndoWeightsRequest.SerializeToString,
+                response_deserializer=pdcluster_dot_rpc_dot_admin__pb2.RolloutProgress.FromString,
+                _registered_method=True)
         self.ListRequests = channel.unary_unary(
                 '/pdcluster.v1.Admin/ListRequests',
                 request_serializer=pdcluster_dot_rpc_dot_admin__pb2.ListRequestsRequest.SerializeToString,
@@ -157,6 +167,20 @@ class AdminServicer:
 
     def UnloadAdapter(self, request, context):
         """Have nodes forget an adapter. What runs with it goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadWeights(self, request, context):
+        """Have nodes serve other weights of the model, some at a time, and say how far that is. Cancelling the call stops it before the next nodes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndoWeights(self, request, context):
+        """Have the nodes of the newest weights serve what they served before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -255,6 +279,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=pdcluster_dot_rpc_dot_admin__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=pdcluster_dot_rpc_dot_admin__pb2.ChangeAdapterReply.SerializeToString,
+            ),
+            'LoadWeights': grpc.unary_stream_rpc_method_handler(
+                    servicer.LoadWeights,
+                    request_deserializer=pdcluster_dot_rpc_dot_admin__pb2.LoadWeightsRequest.FromString,
+                    response_serializer=pdcluster_dot_rpc_dot_admin__pb2.RolloutProgress.SerializeToString,
+            ),
+            'UndoWeights': grpc.unary_stream_rpc_method_handler(
+                    servicer.UndoWeights,
+                    request_deserializer=pdcluster_dot_rpc_dot_admin__pb2.UndoWeightsRequest.FromString,
+                    response_serializer=pdcluster_dot_rpc_dot_admin__pb2.RolloutProgress.SerializeToString,
             ),
             'ListRequests': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRequests,
@@ -486,6 +520,60 @@ class Admin:
             '/pdcluster.v1.Admin/UnloadAdapter',
             pdcluster_dot_rpc_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
             pdcluster_dot_rpc_dot_admin__pb2.ChangeAdapterReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdcluster.v1.Admin/LoadWeights',
+            pdcluster_dot_rpc_dot_admin__pb2.LoadWeightsRequest.SerializeToString,
+            pdcluster_dot_rpc_dot_admin__pb2.RolloutProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndoWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdcluster.v1.Admin/UndoWeights',
+            pdcluster_dot_rpc_dot_admin__pb2.UndoWeightsRequest.SerializeToString,
+            pdcluster_dot_rpc_dot_admin__pb2.RolloutProgress.FromString,
             options,
             channel_credentials,
             insecure,

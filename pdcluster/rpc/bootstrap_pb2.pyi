@@ -81,14 +81,30 @@ class Adapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class WeightsState(_message.Message):
-    __slots__ = ("label", "epoch", "share")
+    __slots__ = ("label", "epoch", "share", "source", "former", "digest")
     LABEL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    FORMER_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     label: str
     epoch: int
     share: float
-    def __init__(self, label: _Optional[str] = ..., epoch: _Optional[int] = ..., share: _Optional[float] = ...) -> None: ...
+    source: str
+    former: FormerWeights
+    digest: str
+    def __init__(self, label: _Optional[str] = ..., epoch: _Optional[int] = ..., share: _Optional[float] = ..., source: _Optional[str] = ..., former: _Optional[_Union[FormerWeights, _Mapping]] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class FormerWeights(_message.Message):
+    __slots__ = ("label", "digest", "source")
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    label: str
+    digest: str
+    source: str
+    def __init__(self, label: _Optional[str] = ..., digest: _Optional[str] = ..., source: _Optional[str] = ...) -> None: ...
 
 class NodeCard(_message.Message):
     __slots__ = ("node", "incarnation", "role", "address", "model", "fingerprint", "fingerprint_digest", "max_len", "vocab_size", "num_pages", "eos_ids", "tokenizer_hash", "backends", "device", "draining", "pid", "model_aliases", "version", "capabilities", "adapters", "link_key", "weights")

@@ -251,6 +251,12 @@ class NodeConfig(Section):
         boolean,
         "the same tokens, bit for bit, whatever else is computed and wherever; bfloat16 on cpu, on every node",
     )
+    map_weights: bool = key(
+        False,
+        boolean,
+        "map weights from their files, so that a machine's nodes share memory; nobody may change these while they "
+        "serve. default: serve a copy; files of the hub's cache are always mapped",
+    )
     warmup: bool = key(True, boolean, "run a short prompt before reporting ready")
     lease_s: float = key(3.0, duration(0.1), "a router or peer not heard of for this long is gone")
     heartbeat_s: float = key(1.0, duration(0.01), "how often the node renews its leases")

@@ -43,9 +43,11 @@ describe_app = typer.Typer(help="All that is known of one thing.", no_args_is_he
 set_app = typer.Typer(help="Change the routing policy.", no_args_is_help=True)
 diff_app = typer.Typer(help="Compare the live policy with its shadow.", no_args_is_help=True)
 adapter_app = typer.Typer(help="LoRA adapters of nodes that run vLLM.", no_args_is_help=True)
+weights_app = typer.Typer(help="Weights of the model that nodes serve.", no_args_is_help=True)
 config_app = typer.Typer(help="Look at the settings.", no_args_is_help=True)
 for name, part in (
     ("get", get_app), ("describe", describe_app), ("set", set_app), ("diff", diff_app), ("adapter", adapter_app),
+    ("weights", weights_app),
     ("config", config_app),
 ):  # fmt: skip
     app.add_typer(part, name=name)
@@ -485,6 +487,74 @@ def list_adapters(reach: AdminReach = LOCAL, output: Output = PrintFormat.TABLE)
 
     with _clients(reach) as clients:
         commands.list_adapters(clients, output)
+
+
+FinishS = Annotated[
+    float,
+    typer.Option("--finish", metavar="SECONDS", help="Time for what runs to end; what is left moves to other nodes."),
+]
+WeightsSource = Annotated[
+    str, typer.Argument(metavar="SOURCE", help="Directory or file on the nodes' machines, or ORG/NAME.")
+]
+
+
+@weights_app.command("load")
+@flags.grouped
+def load_weights(
+    source: WeightsSource,
+    label: Annotated[str, typer.Option("--label", metavar="LABEL", help="What requests and operators call them.")],
+    reach: AdminReach = LOCAL,
+    output: Output = PrintFormat.TABLE,
+    max_unavailable: Annotated[
+        int, typer.Option("--max-unavailable", min=0, help="Nodes that change at the same time; 0: all at once.")
+    ] = 1,
+    canary: Annotated[
+        str | None,
+        typer.Option("--canary", metavar="PERCENT", help="Load one node of each role, for so many of the requests."),
+    ] = None,
+    finish: FinishS = 600.0,
+) -> None:
+    """Have nodes serve other weights of the model, node by node. Each loads beside what it serves, then goes over.
+
+    Again with the same label, it goes on where a rollout stopped, or makes a canary the version of all nodes. Ctrl-C
+    stops before the next node.
+    """
+    from pdcluster_router.operate import changing, commands
+
+    with _clients(reach, needs_all=False) as clients:
+        steps = changing.load_weights(
+            clients, source, label, max_unavailable=max_unavailable, canary_percent=_percent(canary), finish_s=finish
+        )
+        commands.rollout(steps, output)
+
+
+@weights_app.command("undo")
+@flags.grouped
+def undo_weights(reach: AdminReach = LOCAL, output: Output = PrintFormat.TABLE, finish: FinishS = 600.0) -> None:
+    """Have the nodes of the newest weights serve what they served before."""
+    from pdcluster_router.operate import changing, commands
+
+    with _clients(reach, needs_all=False) as clients:
+        commands.rollout(changing.undo_weights(clients, finish), output)
+
+
+@weights_app.command("status")
+@flags.grouped
+def weights_status(reach: AdminReach = LOCAL, output: Output = PrintFormat.TABLE) -> None:
+    """Which weights each node serves."""
+    from pdcluster_router.operate import commands
+
+    with _clients(reach, needs_all=False) as clients:
+        commands.weights_status(clients, output)
+
+
+def _percent(given: str | None) -> float | None:
+    if given is None:
+        return None
+    try:
+        return float(given.removesuffix("%"))
+    except ValueError:
+        raise typer.BadParameter(f"{given!r} is no percentage, such as 10%") from None
 
 
 @app.command()

@@ -20,7 +20,7 @@ from local_cluster import Shape as NodeShape
 from pdcluster.core.messages import PROTOCOL_VERSION, Role, Sampling
 from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.kv.layout import Fingerprint
-from pdcluster.node.native.engine_start import NodeEngine, start_engine
+from pdcluster.node.native.engine_start import NodeEngine, engine_config, start_engine
 from pdcluster.settings.config import KVConfig, NodeConfig, TransferConfig
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.transfer.paths.choose import create_backends
@@ -155,7 +155,13 @@ class MixedCluster(LocalCluster):
             warmup=False,
         )
         me = Peer(name, f"{name}-{next(self.boots)}")
-        return LocalNode(self, name, role, kit_of(start_engine(config, self.directory, me, 0, self.lost.append)), me)
+        return LocalNode(
+            self,
+            name,
+            role,
+            kit_of(start_engine(config, engine_config(config, self.directory), me, 0, self.lost.append)),
+            me,
+        )
 
 
 def kit_of(engine: NodeEngine) -> EngineKit:

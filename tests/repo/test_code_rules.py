@@ -192,6 +192,7 @@ AWAITED = {
     "pdcluster.launch.up": {"_all_or_nothing", "unless", "stop_all"},
     "pdcluster.launch.ray_process": {"__init__"},
     "pdcluster.node.vllm.engine.engine": {"_watch"},
+    "pdcluster_router.admin.rollouts": {"_run", "_switch"},
     "pdcluster_router.frontend.choices": {"merge"},
     "pdcluster_router.workers.supervisor": {"_serve", "_until", "_all_started"},
 }

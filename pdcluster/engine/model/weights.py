@@ -1,13 +1,15 @@
-"""Reads the tensors of a Hugging Face checkpoint, mapped from its safetensors files, and says which weights they are.
+"""Reads the tensors of a Hugging Face checkpoint, mapped from its safetensors files or copies of these, and says which
+weights they are.
 
-Tensors that are served in their stored type stay views of the files, so that the nodes of one machine share their
-memory. Laid-out weights are copies beside them. It refuses tensors that are missing or left over.
+Tensors that are served in their stored type stay views of the files. Laid-out weights are copies beside them. It
+refuses tensors that are missing or left over.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pdcluster.checkpoint.gguf import is_gguf, open_gguf
-from pdcluster.checkpoint.inspection import OBSOLETE, check_stored_type, named_shards
+from pdcluster.checkpoint.held_files import weight_files
+from pdcluster.checkpoint.inspection import OBSOLETE, check_stored_type
 from pdcluster.checkpoint.weights_digest import Digester, WeightsDigest
 from pdcluster.core.errors import ModelError
 from pdcluster.engine.model.config import ModelConfig
@@ -78,21 +81,36 @@ class Weights:
 
 
 def load_weights(
-    model_dir: Path, config: ModelConfig, dtype: DTypeChoice = "auto", device: str = "cpu", threads: int = 1
+    model_dir: Path,
+    config: ModelConfig,
+    dtype: DTypeChoice = "auto",
+    device: str = "cpu",
+    threads: int = 1,
+    files: Sequence[Path] = (),
 ) -> Weights:
     """Map, check and digest every tensor of the checkpoint. Raises ModelError for the first one that is missing, left
     over, or of the wrong type or shape.
+
+    files: copies of its weight files (`checkpoint.held_files`); none: its own.
     """
     with Digester(threads) as digests:
         if is_gguf(model_dir):
             chosen = _choose_dtype(dtype, config, {})
-            file = open_gguf(model_dir)
+            before, file = model_dir.stat(), open_gguf(model_dir)
             digest_gguf(file, digests)
             stored = gguf_tensors(file, TORCH_DTYPE[chosen])
+            _check_unchanged(model_dir, before)
         else:
-            stored = _open_all(shard_paths(model_dir), config, digests)
+            stored = _open_all(files or weight_files(model_dir), config, digests)
             chosen = _choose_dtype(dtype, config, stored)
         return _taken(_Taker(stored, TORCH_DTYPE[chosen], device), config, chosen, digests)
+
+
+def _check_unchanged(file: Path, before: os.stat_result) -> None:
+    """Digests and values of a GGUF file are made one after the other. Raises ModelError where they may differ."""
+    now = file.stat()
+    if (now.st_ino, now.st_size, now.st_mtime_ns) != (before.st_ino, before.st_size, before.st_mtime_ns):
+        raise ModelError(f"{file} changed while it was read; load it again when it is whole")
 
 
 def _taken(take: _Taker, config: ModelConfig, dtype: DType, digests: Digester) -> Weights:
@@ -103,24 +121,6 @@ def _taken(take: _Taker, config: ModelConfig, dtype: DType, digests: Digester) -
     head = _tied_head(take, embedding) if config.tie_word_embeddings else take(HEAD, config.vocab_size, width)
     take.finish()
     return Weights(embedding, layers, norm, head, dtype, digests.result(repr(config), config.num_layers))
-
-
-def shard_paths(model_dir: Path) -> tuple[Path, ...]:
-    """The checkpoint's safetensors files: those its index names, else the single one."""
-    index = model_dir / "model.safetensors.index.json"
-    if not index.exists():
-        single = model_dir / "model.safetensors"
-        if not single.exists():
-            raise ModelError(
-                f"{model_dir} holds neither model.safetensors nor model.safetensors.index.json; other formats are "
-                "not supported"
-            )
-        return (single,)
-    names = named_shards(index)
-    missing = [name for name in names if not (model_dir / name).exists()]
-    if missing:
-        raise ModelError(f"{index} names {missing[0]!r}, which is not in {model_dir}")
-    return tuple(model_dir / name for name in names)
 
 
 def _open_all(paths: Iterable[Path], config: ModelConfig, digests: Digester) -> dict[str, Tensor]:

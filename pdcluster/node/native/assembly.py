@@ -93,6 +93,7 @@ class Wiring:
     parking_share: float = 0.5
     pull_s: float = 2.0
     spans: SpanSink | None = None
+    is_cordoned: bool = False
 
 
 def assemble(
@@ -125,7 +126,7 @@ def assemble(
         clock,
         LegRecorder(wiring.me.node, wiring.spans),
     )
-    standing = NodeAvailability(wiring.role, neighbours)
+    standing = NodeAvailability(wiring.role, neighbours, is_cordoned=wiring.is_cordoned)
     return NodeComponents(
         links=NodeLinks(
             me=wiring.me,

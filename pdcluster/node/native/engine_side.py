@@ -377,7 +377,11 @@ class NativeSide:
 
     @property
     def is_idle(self) -> bool:
-        return not (self._in_flight or self.num_open or self.num_pinned or self._parts.pages.num_quarantined)
+        return self.is_quiet and not self._parts.pages.num_quarantined
+
+    @property
+    def is_quiet(self) -> bool:
+        return not (self._in_flight or self.num_open or self.num_pinned)
 
     @property
     def num_open(self) -> int:

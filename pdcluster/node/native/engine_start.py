@@ -44,15 +44,15 @@ class NodeEngine:
 
 
 def start_engine(
-    config: NodeConfig, model_dir: Path, me: Peer, region: int, on_lost: Callable[[str], None] | None = None
+    config: NodeConfig, own: EngineConfig, me: Peer, region: int, on_lost: Callable[[str], None] | None = None
 ) -> NodeEngine:
     """Load the model and warm up.
 
+    own: as `engine_config` makes it.
     region: id of rank 0's pool; others follow.
     on_lost: called when a rank is gone. By default it ends this process.
     """
-    own = engine_config(config, model_dir)
-    if config.device == "cpu":
+    if config.device == "cpu" and own.populates:
         check_memory(own.kv_bytes)  # before weights are read, which may take minutes
     warn_if_unwritable(own.cache_dir)
     if config.tp == 1:

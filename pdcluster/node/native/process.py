@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol
 
-import zmq
+from msgspec.structs import replace as replace_fields
 
 from pdcluster.bootstrap.card import NodeCard
-from pdcluster.checkpoint.hub import served_name
-from pdcluster.core.errors import ConfigError
-from pdcluster.core.messages import PROTOCOL_VERSION
+from pdcluster.checkpoint.hub import local_model
+from pdcluster.core.errors import ConfigError, ModelError
+from pdcluster.core.messages import PROTOCOL_VERSION, PrepareWeights
 from pdcluster.core.version import VERSION
+from pdcluster.core.weights import WeightsVersion
 from pdcluster.engine.engine import Engine
 from pdcluster.engine.ops.batch_invariant import invariant_arithmetic
 from pdcluster.engine.ops.quantized import int8_arithmetic
@@ -26,10 +25,11 @@ from pdcluster.kv.layout import DEFAULT_ARITHMETIC, Fingerprint
 from pdcluster.node.native.assembly import KV_REGION, Shape, Wiring, assemble
 from pdcluster.node.native.components import NodeComponents
 from pdcluster.node.native.engine_side import NativeSide
-from pdcluster.node.native.engine_start import NodeEngine, is_sealed, start_engine
+from pdcluster.node.native.engine_start import NodeEngine, engine_config, is_sealed, start_engine
 from pdcluster.node.native.tensor_parallel.endpoint_client import RankLink
-from pdcluster.node.reports.load_report import ModelFiles
-from pdcluster.node.server import NodeProcess, OpenedEngine, serve
+from pdcluster.node.native.weights_source import check_replacement, check_same, held_files, hold_beside
+from pdcluster.node.server import NextBoot, NodeProcess, OpenedEngine, new_incarnation, serve
+from pdcluster.processes.leaving import leave_last
 from pdcluster.scheduler.limits import SchedulerLimits, logprob_tokens_of
 from pdcluster.settings.config import NodeConfig
 from pdcluster.transfer.backends.base import Backend, Peer
@@ -51,14 +51,24 @@ def run(config: NodeConfig) -> int:
 
 def open_native(process: NodeProcess) -> OpenedEngine:
     """Load the model, start the transfer media and build the node."""
+    config = process.config
+    held = held_files(config, process.model_dir)
+    own = replace(engine_config(config, process.model_dir), weights_files=() if held is None else held.paths)
+    engine = start_engine(config, own, process.me, KV_REGION)
+    if held is not None:
+        held.close()
+    return open_around(engine, WeightsVersion(digest=engine.local.weights_digest), process)
+
+
+def open_around(engine: NodeEngine, version: WeightsVersion, process: NodeProcess) -> OpenedEngine:
+    """Build the node around a started engine, which it closes at its end."""
     config, me = process.config, process.me
-    engine = start_engine(config, process.model_dir, me, KV_REGION)
-    process.engine_stack.push(partial(leave_last, engine.local))
+    process.engine_stack.callback(_note_stuck, engine.local, process.end_stack)
     process.engine_stack.callback(engine.driver.close)
     backends = media_of_all(open_backends(config, me), engine.links)
     for backend in backends.values():
         process.engine_stack.callback(backend.shutdown)
-    wiring = replace(wiring_of(config, me, process.context, backends), spans=process.spans)
+    wiring = replace(wiring_of(process, backends), spans=process.spans)
     parts = assemble(
         wiring, shape_of(config, engine), engine.driver, limits_of(config, engine.local), process.files, process.agent,
         process.clock, engine.local.grammars,
@@ -72,51 +82,69 @@ def open_native(process: NodeProcess) -> OpenedEngine:
         looks_ahead=config.scheduler.look_ahead,
         health=health,
     )
-    card = card_of(config, me, engine.local, parts, process.files, tuple(backends), process.model_dir)
-    return OpenedEngine(parts.links, side, card)
+    card = card_of(process, engine.local, parts, tuple(backends))
+    card = replace(
+        card,
+        weights_label=version.label,
+        weights_epoch=version.epoch,
+        weights_share=process.weights_share,
+        weights_source=process.weights_source,
+        weights_former=process.weights_former,
+    )
+    return OpenedEngine(parts.links, side, card, partial(prepare, process, engine.local))
 
 
-def wiring_of(
-    config: NodeConfig, me: Peer, context: zmq.Context[zmq.Socket[bytes]], backends: Mapping[str, Backend]
-) -> Wiring:
+def prepare(process: NodeProcess, serving: Engine, message: PrepareWeights) -> NextBoot:
+    """Load other weights of the model beside those that serve, and warm them up. Nothing that serves changes.
+
+    Raises ModelError for weights that do not fit or have another digest than was asked for, ConfigError where memory
+    is short.
+    """
+    config, wanted = process.config, message.version
+    source = local_model(Path(message.source)) if message.source else process.model_dir
+    check_replacement(source, process.model_dir, serving.config)
+    held = hold_beside(config, source)
+    own = replace(
+        engine_config(config, source),
+        weights_files=() if held is None else held.paths,
+        num_pages=serving.num_pages,
+        populates=False,
+        text_dir=process.model_dir,
+    )
+    me = Peer(process.me.node, new_incarnation())
+    engine = start_engine(config, own, me, KV_REGION)
+    if held is not None:
+        held.close()
+    version = replace_fields(wanted, digest=engine.local.weights_digest)
+    try:
+        check_same(engine.local, serving, wanted.digest)
+    except ModelError:
+        engine.driver.close()
+        raise
+    return NextBoot(version, me, partial(open_around, engine, version), engine.driver.close, message.source)
+
+
+def _note_stuck(engine: Engine, end_stack: ExitStack) -> None:
+    """Threads of this engine that nobody can end outlive it, and the process must not end around them."""
+    if engine.num_stuck:
+        end_stack.push(partial(leave_last, engine))
+
+
+def wiring_of(process: NodeProcess, backends: Mapping[str, Backend]) -> Wiring:
+    config = process.config
     return Wiring(
-        me,
-        config.role,
+        process.me,
+        process.role,
         config.listen,
-        context,
+        process.context,
         wire_settings(config),
         backends,
         transfer_settings(config),
         config.transfer.parking_s,
         parking_share=config.transfer.parking_percent / 100,
         pull_s=config.transfer.pull_s,
+        is_cordoned=process.is_cordoned,
     )
-
-
-class Sticky(Protocol):
-    @property
-    def num_stuck(self) -> int: ...
-
-
-def leave_last(
-    engine: Sticky, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-) -> None:
-    """Log why the node broke, after everything else is closed. It may not reach whoever would log it."""
-    if engine.num_stuck and error is not None:
-        logger.critical("this node broke", exc_info=error)
-    leave_if_stuck(engine.num_stuck, 0 if error is None else 1)
-
-
-def leave_if_stuck(num_threads: int, code: int) -> None:
-    """End the process while library threads still compute. An interpreter that ends around them is aborted by the C++
-    runtime, and a drain would look like a crash.
-    """
-    if num_threads:
-        logger.warning("%d threads still compute for grammars that took too long; leaving without them", num_threads)
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def check(config: NodeConfig) -> None:
@@ -232,21 +260,14 @@ def transfer_settings(config: NodeConfig) -> TransferSettings:
     )
 
 
-def card_of(
-    config: NodeConfig,
-    me: Peer,
-    engine: Engine,
-    parts: NodeComponents,
-    files: ModelFiles,
-    backends: tuple[str, ...],
-    model_dir: Path,
-) -> NodeCard:
+def card_of(process: NodeProcess, engine: Engine, parts: NodeComponents, backends: tuple[str, ...]) -> NodeCard:
     """The node's card."""
-    model, *aliases = config.served_model_name or (served_name(model_dir),)
+    config, me = process.config, process.me
+    model, *aliases = process.names
     return NodeCard(
         node=me.node,
         incarnation=me.incarnation,
-        role=config.role,
+        role=process.role,
         address=parts.links.hub.address,
         model=model,
         fingerprint=Fingerprint(
@@ -262,13 +283,14 @@ def card_of(
         vocab_size=engine.config.vocab_size,
         num_pages=engine.num_pages,
         eos_ids=engine.config.eos_token_ids,
-        tokenizer_hash=files.digest,
+        tokenizer_hash=process.files.digest,
         backends=backends,
         device=config.device,
         pid=os.getpid(),
         model_aliases=tuple(aliases),
         version=VERSION,
         link_key=parts.links.hub.link_key,
+        draining=process.is_cordoned,
     )
 
 

@@ -286,6 +286,10 @@ class VllmSide:
     def is_idle(self) -> bool:
         return not (self.num_open or self._parts.queue.num_running or self._parts.queue.num_waiting)
 
+    @property
+    def is_quiet(self) -> bool:
+        return self.is_idle
+
     def check_integrity(self) -> None:
         """Raises IntegrityError when something leaked."""
         if self._parts.parking.num_pages:

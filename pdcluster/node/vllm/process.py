@@ -18,7 +18,6 @@ from typing import cast
 
 from pdcluster.bootstrap.card import MAX_ADAPTERS, Adapter, Capabilities, NodeCard, check_adapters
 from pdcluster.checkpoint.end_tokens import eos_token_ids
-from pdcluster.checkpoint.hub import served_name
 from pdcluster.checkpoint.text_files import read_text_files
 from pdcluster.core.address import format_address
 from pdcluster.core.awake_clock import AwakeClock
@@ -238,7 +237,7 @@ def assemble(
         process.me, listen=config.listen, context=process.context, settings=wire,
         clock=AwakeClock(config.heartbeat_s / 2, clock),
     )  # fmt: skip
-    standing = NodeAvailability(config.role, process.agent)
+    standing = NodeAvailability(process.role, process.agent)
     links = NodeLinks(
         process.me, standing, Acceptance(process.me.node, standing, outbox), hub, outbox, ended, process.files,
         process.agent,
@@ -274,12 +273,12 @@ def _dtype_of(facts: EngineFacts) -> KVType:
 
 def card_of(process: NodeProcess, facts: EngineFacts, links: NodeLinks, eos: tuple[int, ...], weights: str) -> NodeCard:
     config, me = process.config, process.me
-    model, *aliases = config.served_model_name or (served_name(process.model_dir),)
+    model, *aliases = process.names
     layout = KVLayout(facts.num_layers, facts.num_kv_heads, facts.head_dim, facts.block_tokens, _dtype_of(facts))
     return NodeCard(
         node=me.node,
         incarnation=me.incarnation,
-        role=config.role,
+        role=process.role,
         address=links.hub.address,
         model=model,
         fingerprint=Fingerprint(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
@@ -17,6 +17,7 @@ from pdcluster.core.reported import PathLoad
 from pdcluster.core.version import VERSION
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.rpc import admin_pb2_grpc as stubs
+from pdcluster.rpc.bootstrap_pb2 import FormerWeights, WeightsState
 from pdcluster.rpc.server_options import server_options
 from pdcluster.rpc.status import status_of
 from pdcluster_router.admin.operations import (
@@ -26,6 +27,8 @@ from pdcluster_router.admin.operations import (
     Operations,
     PolicyStatus,
     RequestStatus,
+    RolloutProgress,
+    WeightsRollout,
 )
 from pdcluster_router.cluster.events import Event
 from pdcluster_router.explain.text import text_of
@@ -36,7 +39,7 @@ from pdcluster_router.http.tls import ServerTls
 log = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Admin"].full_name
-DRAIN_S = 600.0
+DRAIN_S = FINISH_S = 600.0
 NODE_EVENTS = 20
 MAX_CALLS = 64
 
@@ -102,6 +105,28 @@ class AdminService(stubs.AdminServicer):
         self, request: pb.UnloadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.ChangeAdapterReply:
         return _adapters(await self._operations.change_adapter(request.name, None, tuple(request.nodes)))
+
+    async def LoadWeights(
+        self, request: pb.LoadWeightsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.RolloutProgress]:
+        wanted = WeightsRollout(
+            request.source,
+            request.label,
+            request.max_unavailable if request.HasField("max_unavailable") else 1,
+            request.canary_percent if request.HasField("canary_percent") else None,
+            request.finish_s if request.HasField("finish_s") else FINISH_S,
+        )
+        async with aclosing(self._operations.load_weights(wanted)) as steps:
+            async for progress in steps:
+                yield _progress(progress)
+
+    async def UndoWeights(
+        self, request: pb.UndoWeightsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.RolloutProgress]:
+        finish_s = request.finish_s if request.HasField("finish_s") else FINISH_S
+        async with aclosing(self._operations.undo_weights(finish_s)) as steps:
+            async for progress in steps:
+                yield _progress(progress)
 
     async def ListRequests(
         self, request: pb.ListRequestsRequest, context: grpc.aio.ServicerContext
@@ -170,6 +195,27 @@ def _adapters(told: Iterable[NodeAdapter]) -> pb.ChangeAdapterReply:
     return pb.ChangeAdapterReply(nodes=[pb.NodeAdapter(**msgspec.structs.asdict(each)) for each in told])
 
 
+def _progress(found: RolloutProgress) -> pb.RolloutProgress:
+    version = found.version
+    return pb.RolloutProgress(
+        node=found.node, stage=found.stage, label=version.label, epoch=version.epoch, digest=version.digest,
+        done=found.num_done, nodes=found.num_nodes, running=found.running, context_tokens=found.context_tokens,
+        seconds=found.seconds,
+    )  # fmt: skip
+
+
+def _weights(found: NodeStatus) -> WeightsState:
+    version, former = found.weights, found.weights_former
+    return WeightsState(
+        label=version.label,
+        epoch=version.epoch,
+        digest=version.digest,
+        share=found.weights_share,
+        source=found.weights_source,
+        former=None if former is None else FormerWeights(**msgspec.structs.asdict(former)),
+    )
+
+
 def _request(found: RequestStatus) -> pb.Request:
     return pb.Request(**msgspec.structs.asdict(found))
 
@@ -202,6 +248,7 @@ def _node(found: NodeStatus) -> pb.Node:
         device=found.device, backends=found.backends, max_len=found.max_len, in_flight=found.in_flight,
         version=found.version, models=found.models, engine=found.engine,
         capabilities=capabilities_to_proto(found.capabilities), adapters=adapters_to_proto(found.adapters),
+        weights=_weights(found),
     )  # fmt: skip
     if (load := found.load) is not None:
         node.load.CopyFrom(pb.NodeLoad(**{name: getattr(load, name) for name in pb.NodeLoad.DESCRIPTOR.fields_by_name}))

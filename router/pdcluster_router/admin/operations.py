@@ -6,13 +6,14 @@ process.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Literal, Protocol
 
 import msgspec
 
 from pdcluster.bootstrap.card import NATIVE, Adapter, Capabilities
-from pdcluster.core.messages import Load, Role
+from pdcluster.core.messages import Load, Role, WeightsOrder
+from pdcluster.core.weights import FormerWeights, WeightsVersion
 from pdcluster.kv.layout import NATIVE_ENGINE
 from pdcluster_router.cluster.events import Event
 from pdcluster_router.explain.records import Explanation
@@ -44,6 +45,58 @@ class NodeStatus(msgspec.Struct, frozen=True):
     engine: str = NATIVE_ENGINE
     capabilities: Capabilities = NATIVE
     adapters: tuple[Adapter, ...] = ()
+    # Those that it serves, their share of the requests that name none, where they come from, and what was before.
+    weights: WeightsVersion = WeightsVersion()
+    weights_share: float = 100.0
+    weights_source: str = ""
+    weights_former: FormerWeights | None = None
+
+
+class NodeWeights(msgspec.Struct, frozen=True):
+    """A node's answer to what it was asked of its weights.
+
+    error: why it was not done, "" where it was.
+    prepared: the version that is ready to be switched to; None: none is.
+    """
+
+    node: str
+    error: str = ""
+    prepared: WeightsVersion | None = None
+
+
+class WeightsRollout(msgspec.Struct, frozen=True):
+    """Weights that nodes shall serve.
+
+    source: a directory or file on the nodes' machines, or a hub's ORG/NAME.
+    max_unavailable: how many nodes may change at the same time; 0: all.
+    canary_percent: load as few nodes as serve, which get this share of the requests that name no weights; None: all.
+    finish_s: how long a node may end what runs; what is left moves to other nodes then.
+    """
+
+    source: str
+    label: str
+    max_unavailable: int = 1
+    canary_percent: float | None = None
+    finish_s: float = 600.0
+
+
+class RolloutProgress(msgspec.Struct, frozen=True):
+    """Where a rollout is.
+
+    stage: loading, ending (what runs there) or serving.
+    node: "" once all are done.
+    num_done: nodes that serve the version, of num_nodes.
+    running, context_tokens: what the node still has to end.
+    """
+
+    node: str
+    stage: str
+    version: WeightsVersion
+    num_done: int
+    num_nodes: int
+    running: int = 0
+    context_tokens: int = 0
+    seconds: float = 0.0
 
 
 class NodeAdapter(msgspec.Struct, frozen=True):
@@ -165,6 +218,14 @@ class Operations(Protocol):
     async def change_adapter(self, name: str, path: str | None, nodes: tuple[str, ...]) -> list[NodeAdapter]:
         """Load an adapter on these nodes, or on all; path None unloads it."""
         ...
+
+    async def change_weights(self, name: str, order: WeightsOrder) -> NodeWeights:
+        """Ask something of one node's weights. A node that goes over to others answers without an error."""
+        ...
+
+    def load_weights(self, wanted: WeightsRollout) -> AsyncGenerator[RolloutProgress, None]: ...
+
+    def undo_weights(self, finish_s: float) -> AsyncGenerator[RolloutProgress, None]: ...
 
     def drain(self, name: str, deadline_s: float) -> AsyncIterator[DrainProgress]: ...
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from pdcluster.bootstrap.card import MAX_NAME_CHARS, MAX_TEXT_CHARS, NodeCard
 from pdcluster.core.errors import BadRequest, ConfigError, DeadlineExceeded, NodeLost, UnknownName
-from pdcluster.core.messages import Managed, Role
+from pdcluster.core.messages import Managed, Role, SwitchWeights, WeightsOrder
 from pdcluster.kv.layout import NATIVE_ENGINE
 from pdcluster_router.admin import drains
 from pdcluster_router.admin.operations import (
@@ -19,11 +19,15 @@ from pdcluster_router.admin.operations import (
     DrainProgress,
     NodeAdapter,
     NodeStatus,
+    NodeWeights,
     PolicyStatus,
     RequestList,
     RequestStatus,
+    RolloutProgress,
     State,
+    WeightsRollout,
 )
+from pdcluster_router.admin.rollouts import SWITCH_S, WEIGHTS_S, Rollouts
 from pdcluster_router.cluster.events import Event, EventLog
 from pdcluster_router.cluster.node_table import NodeTable
 from pdcluster_router.cluster.view import NodeView
@@ -73,6 +77,7 @@ class Admin:
         self._policies = policies
         self._clock = clock
         self._drains = drains.Drains(self, log, clock)
+        self._rollouts = Rollouts(self, log, clock)
 
     # ------------------------------------------------------------ nodes
 
@@ -165,6 +170,28 @@ class Admin:
             if all(_digest_of(card, name) == digests[card.node] for card in cards):
                 return
             await self.wait_for_change(until - self._clock())
+
+    async def change_weights(self, name: str, order: WeightsOrder) -> NodeWeights:
+        """Raises UnknownName, NodeLost, DeadlineExceeded."""
+        card = self._find(name).card
+        timeout_s = order.finish_s + SWITCH_S if isinstance(order, SwitchWeights) else WEIGHTS_S
+        try:
+            answer = await self.cluster.manage_weights(card.incarnation, order, timeout_s)
+        except NodeLost:
+            if isinstance(order, SwitchWeights):
+                return NodeWeights(card.node)  # it goes over
+            raise
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"node {card.node} did not answer within {timeout_s:g} s; see its log", "handshake"
+            ) from None
+        return NodeWeights(card.node, answer.error, answer.prepared)
+
+    def load_weights(self, wanted: WeightsRollout) -> AsyncGenerator[RolloutProgress, None]:
+        return self._rollouts.load(wanted)
+
+    def undo_weights(self, finish_s: float) -> AsyncGenerator[RolloutProgress, None]:
+        return self._rollouts.undo(finish_s)
 
     async def wait_for_change(self, timeout_s: float) -> None:
         try:
@@ -317,6 +344,10 @@ def _status(found: KnownNode) -> NodeStatus:
         engine=card.engine,
         capabilities=card.capabilities,
         adapters=card.adapters,
+        weights=card.weights_version,
+        weights_share=card.weights_share,
+        weights_source=card.weights_source,
+        weights_former=card.weights_former,
     )
 
 

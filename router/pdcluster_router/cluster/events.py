@@ -32,6 +32,7 @@ Kind = Literal[
     "cancel",
     "auto-role",
     "adapter",
+    "weights",
     "files-read",
     "files-refused",
 ]

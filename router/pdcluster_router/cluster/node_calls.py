@@ -7,6 +7,8 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, cast
 
+from msgspec.structs import replace
+
 from pdcluster.core.errors import NodeLost
 from pdcluster.core.messages import (
     AdapterManaged,
@@ -17,6 +19,8 @@ from pdcluster.core.messages import (
     ManageAdapter,
     Managed,
     Role,
+    WeightsManaged,
+    WeightsOrder,
 )
 
 # Sends a message to the node of an incarnation. Raises NodeLost.
@@ -32,7 +36,7 @@ class NodeCalls:
         self._calls: dict[tuple[str, int | str], asyncio.Future[Any]] = {}
         self._numbers = count(1)
 
-    def on_answer(self, incarnation: str, message: Managed | AdapterManaged | FileChunk) -> None:
+    def on_answer(self, incarnation: str, message: Managed | AdapterManaged | WeightsManaged | FileChunk) -> None:
         key = message.name if isinstance(message, FileChunk) else message.number
         answer = self._calls.get((incarnation, key))
         if answer is not None and not answer.done():
@@ -62,6 +66,14 @@ class NodeCalls:
         """Have a node load an adapter, or unload it (path None). Raises NodeLost or TimeoutError."""
         number = next(self._numbers)
         return cast(AdapterManaged, await self._ask(incarnation, number, ManageAdapter(number, name, path), timeout_s))
+
+    async def manage_weights(self, incarnation: str, order: WeightsOrder, timeout_s: float) -> WeightsManaged:
+        """Ask something of a node's weights. The order's number is replaced. A node that switches gives no answer, and
+        is lost. Raises NodeLost or TimeoutError.
+        """
+        number = next(self._numbers)
+        asked = await self._ask(incarnation, number, replace(order, number=number), timeout_s)
+        return cast(WeightsManaged, asked)
 
     async def fetch_file(self, incarnation: str, name: str, offset: int, timeout_s: float) -> FileChunk:
         """Fetch one piece of a model card's file. Raises NodeLost or TimeoutError."""

@@ -44,6 +44,7 @@ from pdcluster.core.messages import (
     Reserved,
     Scheduled,
     Tokens,
+    WeightsManaged,
     Welcome,
 )
 from pdcluster.cost.cost import NodeCost
@@ -239,7 +240,7 @@ class NodeTable:
         self._refused: dict[str, str] = {}
         self._calls = NodeCalls(self._send_to)
         self.manage, self.fetch_file = self._calls.manage, self._calls.fetch_file
-        self.manage_adapter = self._calls.manage_adapter
+        self.manage_adapter, self.manage_weights = self._calls.manage_adapter, self._calls.manage_weights
         self._changed = asyncio.Event()
         self._upkeep = ViewUpkeep(self._nodes, self.ledger)
         self.view, self.glance = self._upkeep.view, self._upkeep.glance
@@ -255,6 +256,7 @@ class NodeTable:
             CacheDelta: self._on_delta,
             Managed: self._on_managed,
             AdapterManaged: self._on_answer,
+            WeightsManaged: self._on_answer,
             FileChunk: self._on_answer,
         }
 
@@ -454,7 +456,7 @@ class NodeTable:
             self._take_load(state, replace(load, role=message.role))
         self._on_answer(state, message)
 
-    def _on_answer(self, state: NodeState, message: Managed | AdapterManaged | FileChunk) -> None:
+    def _on_answer(self, state: NodeState, message: Managed | AdapterManaged | WeightsManaged | FileChunk) -> None:
         self._calls.on_answer(state.card.incarnation, message)
 
     def _take_piece(self) -> None:

@@ -83,6 +83,47 @@ def _adapter_change(router: RouterAdmin, method: str, request: Any, done: str) -
     return said
 
 
+def load_weights(
+    clients: AdminClients,
+    source: str,
+    label: str,
+    *,
+    max_unavailable: int,
+    canary_percent: float | None,
+    finish_s: float,
+) -> Generator[reading.Row, None, str]:
+    """Yields where the rollout is. Closing it stops the rollout before the next nodes."""
+    request = pb.LoadWeightsRequest(
+        source=source, label=label, max_unavailable=max_unavailable, canary_percent=canary_percent, finish_s=finish_s
+    )
+    return _rollout(clients, "LoadWeights", request)
+
+
+def undo_weights(clients: AdminClients, finish_s: float) -> Generator[reading.Row, None, str]:
+    return _rollout(clients, "UndoWeights", pb.UndoWeightsRequest(finish_s=finish_s))
+
+
+def _rollout(clients: AdminClients, method: str, request: Any) -> Generator[reading.Row, None, str]:
+    router, last = clients.first(), pb.RolloutProgress()
+    call = getattr(router.stub, method)(request)
+    try:
+        for progress in call:
+            last = progress
+            yield reading.as_dict(progress)
+    except grpc.RpcError as error:
+        raise refusal(RouterAnswer(router.address, None, error)) from error
+    finally:
+        call.cancel()
+    what = f"weights {last.label} (epoch {last.epoch}, digest {last.digest})"
+    return f"{last.done} of {last.nodes} nodes serve {what} after {last.seconds:.1f} s"
+
+
+def rollout_line(at: reading.Row) -> str:
+    """What a rollout does now."""
+    left = f": {at['running']} requests, {at['context_tokens']} tokens of context" if at["running"] else ""
+    return f"{at['done']}/{at['nodes']} done, {at['seconds']:.0f} s: {at['node']} {at['stage']}{left}"
+
+
 def cancel(clients: AdminClients, request: str, reason: str) -> str:
     told = answered(clients.ask("CancelRequest", pb.CancelRequestRequest(id=request, reason=reason)))
     num = sum(each.reply.cancelled for each in told)

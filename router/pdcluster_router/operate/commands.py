@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import cast
 
@@ -79,6 +80,25 @@ def repeat(work: Callable[[], None], every_s: float, *, is_watching: bool) -> No
             time.sleep(every_s)
 
 
+def weights_status(clients: AdminClients, output: PrintFormat) -> None:
+    show(reading.weights(clients), reading.WEIGHTS_COLUMNS, output)
+
+
+def rollout(steps: Generator[reading.Row, None, str], output: PrintFormat) -> None:
+    """Show where a rollout is, on standard error, until it ends."""
+    done, shown = "", ""
+    while not done:
+        try:
+            line = changing.rollout_line(next(steps))
+        except StopIteration as end:
+            done = str(end.value)
+        else:
+            if line != shown and output is PrintFormat.TABLE:
+                print(line, file=sys.stderr)
+            shown = line
+    print(done)
+
+
 def list_adapters(clients: AdminClients, output: PrintFormat) -> None:
     show(reading.adapters(clients), reading.ADAPTER_COLUMNS, output)
 
@@ -93,11 +113,12 @@ def describe(clients: AdminClients, name: str, output: PrintFormat) -> None:
         return
     out = console()
     shown = (
-        "name", "role", "state", "model", "address", "device", "engine", "adapters", "transfer", "max_len", "version",
-        "incarnation",
+        "name", "role", "state", "model", "address", "device", "engine", "weights", "adapters", "transfer", "max_len",
+        "version", "incarnation",
     )  # fmt: skip
     texts = found | {
         "adapters": reading.adapters_text(found),
+        "weights": reading.weights_text(found),
         "engine": reading.engine_text(found), "slots": reading.slots_text(found), "kv_used": reading.kv_text(found)
     }  # fmt: skip
     for key in (*shown, "waiting", "running", "slots", "kv_used", "in_flight"):

@@ -40,6 +40,19 @@ def adapters_text(row: Mapping[str, Any]) -> str:
     return ", ".join(f"{each['name']} ({each['digest']})" for each in row["adapters"]) or "none"
 
 
+def share_text(row: Mapping[str, Any]) -> str:
+    return f"{row['share']:g} %"
+
+
+def label_text(row: Mapping[str, Any]) -> str:
+    return str(row["weights"]["label"])
+
+
+def weights_text(row: Mapping[str, Any]) -> str:
+    found = row["weights"]
+    return f"{found['label']} (epoch {found['epoch']}, {found['share']:g} %, digest {found['digest']})"
+
+
 def age_text(row: Mapping[str, object]) -> str:
     return f"{row['age_s']:.1f} s"
 
@@ -60,6 +73,7 @@ NODE_COLUMNS = (
     PrintedColumn("KV", "kv_used", is_number=True, text=kv_text),
     PrintedColumn("IN FLIGHT", "in_flight", is_number=True),
     PrintedColumn("MODEL", "model"),
+    PrintedColumn("WEIGHTS", "weights", text=label_text),
     PrintedColumn("ADDRESS", "address", is_wide=True),
     PrintedColumn("DEVICE", "device", is_wide=True),
     PrintedColumn("ENGINE", "engine", is_wide=True),
@@ -87,6 +101,17 @@ ADAPTER_COLUMNS = (
     PrintedColumn("NODE", "node"),
     PrintedColumn("MODEL", "model"),
     PrintedColumn("DIGEST", "digest"),
+)
+WEIGHTS_COLUMNS = (
+    PrintedColumn("NODE", "name"),
+    PrintedColumn("ROLE", "role"),
+    PrintedColumn("STATE", "state"),
+    PrintedColumn("LABEL", "label"),
+    PrintedColumn("EPOCH", "epoch", is_number=True),
+    PrintedColumn("SHARE", "share", is_number=True, text=share_text),
+    PrintedColumn("BEFORE", "before"),
+    PrintedColumn("DIGEST", "digest"),
+    PrintedColumn("SOURCE", "source", is_wide=True),
 )
 MODEL_COLUMNS = (
     PrintedColumn("NAME", "name"),
@@ -140,7 +165,20 @@ def node_row(node: pb.Node) -> Row:
         "engine": node.engine or NATIVE_ENGINE,
         "capabilities": asdict(_capabilities(node)),
         "adapters": _adapter_rows(node),
+        "weights": _weights_row(node),
         "load": as_dict(load),
+    }
+
+
+def _weights_row(node: pb.Node) -> Row:
+    found = node.weights
+    return {
+        "label": found.label,
+        "epoch": found.epoch,
+        "share": found.share,
+        "digest": found.digest,
+        "source": found.source,
+        "before": found.former.label,
     }
 
 
@@ -183,6 +221,16 @@ def request_row(request: pb.Request) -> Row:
         "placed_s": request.placed_s if request.HasField("placed_s") else None,
         "ttft_s": request.ttft_s if request.HasField("ttft_s") else None,
     }  # fmt: skip
+
+
+def weights(clients: AdminClients) -> list[Row]:
+    """One row per node, those of the newest weights first."""
+    rows = [{name: node[name] for name in ("name", "role", "state")} | _weights_of(node) for node in nodes(clients)]
+    return sorted(rows, key=lambda row: (-cast(int, row["epoch"]), str(row["name"])))
+
+
+def _weights_of(node: Row) -> Row:
+    return cast("Row", node["weights"])
 
 
 def adapters(clients: AdminClients) -> list[Row]:

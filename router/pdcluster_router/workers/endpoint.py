@@ -75,6 +75,8 @@ class WorkerEndpoint:
                 return await operations.move(node)
             case frames.AskAdapter(name, path, nodes):
                 return await operations.change_adapter(name, path, nodes)
+            case frames.AskWeights(node, order):
+                return await operations.change_weights(node, order)
             case frames.AskRole(node, role):
                 return await operations.set_role(node, role)
             case frames.AskRequests(node):

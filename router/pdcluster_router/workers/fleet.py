@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import msgspec
 
 from pdcluster.core.errors import PdclusterError, ProtocolError, Unavailable, UnknownName
-from pdcluster.core.messages import Role
+from pdcluster.core.messages import Role, WeightsOrder
 from pdcluster.processes.tasks import beside
 from pdcluster.telemetry.health import Verdict
 from pdcluster_router.admin import drains
@@ -26,9 +26,13 @@ from pdcluster_router.admin.operations import (
     DrainProgress,
     NodeAdapter,
     NodeStatus,
+    NodeWeights,
     PolicyStatus,
     RequestList,
+    RolloutProgress,
+    WeightsRollout,
 )
+from pdcluster_router.admin.rollouts import WEIGHTS_S, Rollouts
 from pdcluster_router.cluster.events import Event, EventLog
 from pdcluster_router.core.ids import worker_of
 from pdcluster_router.explain.records import Explanation
@@ -77,6 +81,7 @@ class Fleet:
     def __init__(self, num_workers: int, clock: Callable[[], float]) -> None:
         self.log = EventLog()
         self._drains = drains.Drains(self, self.log, clock)
+        self._rollouts = Rollouts(self, self.log, clock)
         self._channels: dict[int, Channel | None] = dict.fromkeys(range(num_workers))
         self._starts = dict.fromkeys(range(num_workers), 0)
         self._policy = frames.SetPolicy(None, None, False)
@@ -240,6 +245,15 @@ class Fleet:
 
     async def change_adapter(self, name: str, path: str | None, nodes: tuple[str, ...]) -> list[NodeAdapter]:
         return await self._ask_any(frames.AskAdapter(name, path, nodes), list[NodeAdapter], ADAPTER_ASK_S)
+
+    async def change_weights(self, name: str, order: WeightsOrder) -> NodeWeights:
+        return await self._ask_any(frames.AskWeights(name, order), NodeWeights, WEIGHTS_S + MANAGE_S)
+
+    def load_weights(self, wanted: WeightsRollout) -> AsyncGenerator[RolloutProgress, None]:
+        return self._rollouts.load(wanted)
+
+    def undo_weights(self, finish_s: float) -> AsyncGenerator[RolloutProgress, None]:
+        return self._rollouts.undo(finish_s)
 
     def drain(self, name: str, deadline_s: float) -> AsyncIterator[DrainProgress]:
         return self._drains.drain(name, deadline_s)

@@ -12,7 +12,7 @@ import msgspec
 
 from pdcluster.core import errors
 from pdcluster.core.errors import BadRequest, DeadlineExceeded, Overloaded, PdclusterError, ProtocolError
-from pdcluster.core.messages import Role
+from pdcluster.core.messages import Role, WeightsOrder
 from pdcluster_router.cluster.events import Event
 
 MAX_FRAME_BYTES = 32 * 2**20
@@ -46,6 +46,13 @@ class AskAdapter(Question, frozen=True):
     name: str
     path: str | None
     nodes: tuple[str, ...]
+
+
+class AskWeights(Question, frozen=True):
+    """Ask something of a node's weights."""
+
+    node: str
+    order: WeightsOrder
 
 
 class AskRole(Question, frozen=True):
@@ -93,8 +100,8 @@ class AskExposition(Question, frozen=True):
 
 
 AnyQuestion = (
-    AskNodes | AskCordon | AskMove | AskAdapter | AskRole | AskRequests | AskCancel | AskExplain | AskPolicy | SetPolicy
-    | AskCacheState | AskMetrics | AskReadiness | AskExposition
+    AskNodes | AskCordon | AskMove | AskAdapter | AskWeights | AskRole | AskRequests | AskCancel | AskExplain
+    | AskPolicy | SetPolicy | AskCacheState | AskMetrics | AskReadiness | AskExposition
 )  # fmt: skip
 
 # ---------------------------------------------------------------- frames

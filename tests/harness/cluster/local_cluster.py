@@ -64,6 +64,9 @@ class NoNeighbours:
     def set_adapters(self, adapters: tuple[Adapter, ...]) -> None:
         """These nodes have none."""
 
+    def set_weights_share(self, share: float) -> None:
+        self.share = share
+
 
 class NoFiles:
     def chunk(self, message):

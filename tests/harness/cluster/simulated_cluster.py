@@ -79,6 +79,9 @@ class Watch:
     def set_adapters(self, adapters: tuple[Adapter, ...]) -> None:
         """These nodes have none."""
 
+    def set_weights_share(self, share: float) -> None:
+        self.share = share
+
 
 class WakingNetwork(FakeNetwork):
     """A scripted medium whose events wake the nodes. plan_write: the fault of a write, told who writes what where."""

@@ -70,6 +70,8 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
     media: Media | None = None
     deterministic: bool = False
     quantization: str = "none"
+    weights_files: tuple[str, ...] = ()
+    populates: bool = True
 
 
 class Here(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -318,4 +318,6 @@ def _start_message(rank: int, config: EngineConfig, settings: RankSettings, stor
         else None,
         deterministic=own.deterministic,
         quantization=own.quantization,
+        weights_files=tuple(map(str, own.weights_files)),
+        populates=own.populates,
     )

@@ -123,6 +123,8 @@ def start_engine(start: Start) -> Engine:
         threads=start.threads,
         deterministic=start.deterministic,
         quantization=cast(Quantization, start.quantization),
+        weights_files=tuple(map(Path, start.weights_files)),
+        populates=start.populates,
     )
     return Engine(config, group=group)
 

@@ -12,9 +12,10 @@ import torch
 from checkpoints import Shape
 from safetensors.torch import load_file, save_file
 
+from pdcluster.checkpoint.held_files import weight_files
 from pdcluster.core.errors import ModelError
 from pdcluster.engine.model.config import read_config
-from pdcluster.engine.model.weights import Weights, load_weights, shard_paths
+from pdcluster.engine.model.weights import Weights, load_weights
 
 SHAPE = Shape("qwen2", hidden_size=32, intermediate_size=48, head_dim=16, vocab_size=51)
 
@@ -60,7 +61,7 @@ def test_weights_stay_mapped_views_of_the_file(model_dir: Path) -> None:
 
 def test_shards_are_put_together(model_dir: Path, tmp_path: Path) -> None:
     sharded = checkpoints.save(checkpoints.build_model(SHAPE, seed=1), tmp_path / "sharded", shard_size="10KB")
-    assert len(shard_paths(sharded)) > 2
+    assert len(weight_files(sharded)) > 2
     assert torch.equal(load(sharded).layers[1].up, load(model_dir).layers[1].up)
 
 
@@ -134,14 +135,14 @@ def test_weights_are_cast_when_asked_and_half_precision_is_served_as_bfloat16(
 def test_a_directory_without_safetensors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ModelError, match="neither"):
-        shard_paths(tmp_path)
+        weight_files(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["missing.safetensors", "../model.safetensors"])
 def test_an_index_that_names_a_file_that_is_not_there_is_refused(model_dir: Path, name: str) -> None:
     (model_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
     with pytest.raises(ModelError, match=name.replace(".", r"\.")):
-        shard_paths(model_dir)
+        weight_files(model_dir)
 
 
 def test_a_torn_file_is_refused_by_name(model_dir: Path) -> None:

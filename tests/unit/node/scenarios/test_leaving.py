@@ -11,7 +11,7 @@ PROGRAM = """
 import sys, time
 from pdcluster.engine.sampling.grammar import Grammars, Vocabulary
 from pdcluster.core.grammar import Grammar
-from pdcluster.node.native.process import leave_if_stuck
+from pdcluster.processes.leaving import leave_if_stuck
 hangs = lambda grammar: time.sleep(600)
 grammars = Grammars(lambda: Vocabulary([b"a", b""], 2, [1]), make=lambda vocabulary: hangs)
 grammars.want(Grammar("start: /a/"))
@@ -39,7 +39,7 @@ BREAKS = """
 from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
-from pdcluster.node.native.process import leave_last
+from pdcluster.processes.leaving import leave_last
 with ExitStack() as stack:
     stack.push(partial(leave_last, SimpleNamespace(num_stuck=grammars.num_computing)))
     stack.callback(print, "closed all", flush=True)
@@ -55,7 +55,7 @@ def test_a_node_that_breaks_beside_such_a_compile_says_why_and_leaves_with_1():
 
 
 def test_a_process_without_one_goes_on():
-    from pdcluster.node.native.process import leave_if_stuck, leave_last
+    from pdcluster.processes.leaving import leave_if_stuck, leave_last
 
     leave_if_stuck(0, 1)
     goes_on = leave_last(SimpleNamespace(num_stuck=0), RuntimeError, RuntimeError("told by whoever catches it"), None)

@@ -99,6 +99,9 @@ class NoNeighbours:
     def set_adapters(self, adapters: tuple[Adapter, ...]) -> None:
         self.adapters = adapters
 
+    def set_weights_share(self, share: float) -> None:
+        self.share = share
+
 
 class VllmNode:
     def __init__(self, name: str, cluster: VllmNodes, **facts: int) -> None:

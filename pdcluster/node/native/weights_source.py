@@ -1,0 +1,80 @@
+"""Where a node's weights come from, and whether others may take their place while it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from pdcluster.checkpoint.held_files import HeldFiles, is_settled, weight_files
+from pdcluster.checkpoint.inspection import check_model_files
+from pdcluster.core.errors import ConfigError, ModelError
+from pdcluster.engine.engine import Engine
+from pdcluster.engine.model.config import ModelConfig, read_config
+from pdcluster.processes.free_memory import GIB, free_memory
+from pdcluster.settings.config import NodeConfig
+
+TOKENIZER = "tokenizer.json"
+
+
+def held_files(config: NodeConfig, model: Path) -> HeldFiles | None:
+    """Copies of the model's weight files. None where they need none: the files stay as they are, or the tensors are
+    computed from them. Raises ConfigError with the numbers where memory is short.
+    """
+    files = weight_files(model)
+    if config.map_weights or all(map(is_settled, files)):
+        return None
+    _check_free(_num_bytes(files), f"a copy of the weights in {model}", "or set map_weights where nobody changes files")
+    return HeldFiles(files)
+
+
+def hold_beside(config: NodeConfig, model: Path) -> HeldFiles | None:
+    """The same for weights that are loaded beside others. While both live, the node has of each the files' bytes, and
+    as much again where kernels want them laid out; pages of the new pool are first used when the old one is gone.
+    """
+    nbytes = 2 * _num_bytes(weight_files(model) or (model,))
+    _check_free(nbytes, f"loading {model} beside the weights that serve", "or start a node of its own")
+    return held_files(config, model)
+
+
+def _num_bytes(files: Iterable[Path]) -> int:
+    try:
+        return sum(file.stat().st_size for file in files)
+    except OSError as error:
+        raise ModelError(f"{error.filename} cannot be read: {error.strerror}") from error
+
+
+def _check_free(nbytes: int, what: str, way_out: str) -> None:
+    free = free_memory()
+    if nbytes > free.num_bytes:
+        raise ConfigError(
+            f"{what} takes up to {nbytes / GIB:.2f} GiB, but {free.limit} leaves {free.num_bytes / GIB:.2f} GiB; give "
+            f"it more, {way_out}"
+        )
+
+
+def check_replacement(source: Path, serving_dir: Path, serving: ModelConfig) -> None:
+    """Raises ModelError for a source that cannot be the same model with other weights. Reads no weights."""
+    check_model_files(source, needs_tokenizer=False)
+    found = read_config(source)
+    for name in ("vocab_size", "eos_token_ids", "num_layers", "num_kv_heads", "head_dim", "max_position_embeddings"):
+        ours, theirs = getattr(serving, name), getattr(found, name)
+        if ours != theirs:
+            raise ModelError(
+                f"{source} is another model: {name} is {theirs}, and {ours} here; serve it in a cluster of its own"
+            )
+    own, other = serving_dir / TOKENIZER, source / TOKENIZER
+    if own.is_file() and other.is_file() and own.read_bytes() != other.read_bytes():
+        raise ModelError(
+            f"{other} is another tokenizer than the one that serves; leave the file out if the tokens are the same"
+        )
+
+
+def check_same(loaded: Engine, serving: Engine, digest: str) -> None:
+    """Raises ModelError where the loaded weights cannot take over, or are not those that were asked for."""
+    if loaded.full_layout != serving.full_layout:
+        raise ModelError(f"its KV is {loaded.full_layout}, and {serving.full_layout} here; use one dtype")
+    if digest and loaded.weights_digest != digest:
+        raise ModelError(
+            f"the weights have the digest {loaded.weights_digest}, and {digest} was loaded elsewhere under that label; "
+            "the files differ, or are not whole"
+        )

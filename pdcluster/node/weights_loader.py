@@ -1,0 +1,245 @@
+"""Other weights for a node that serves: they are made ready beside it, on a thread, and taken over by its next boot.
+
+A node switches wholly or not at all. What fails leaves the weights that serve as they are. Owned by the node loop's
+thread; `turn` takes in what the loading thread did.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Protocol
+
+from pdcluster.core.errors import PdclusterError
+from pdcluster.core.lifecycle import Table
+from pdcluster.core.messages import DropWeights, PrepareWeights, SwitchWeights, WeightsManaged
+from pdcluster.core.weights import WeightsVersion
+from pdcluster.node.outbox import Outbox
+from pdcluster.transfer.backends.base import Peer
+
+logger = logging.getLogger(__name__)
+
+# Time for a load that nobody wants any more to end.
+STOP_S = 5.0
+
+
+class PreparedBoot(Protocol):
+    """What the node's next boot needs, with other weights in memory."""
+
+    @property
+    def version(self) -> WeightsVersion: ...
+
+    @property
+    def ended(self) -> threading.Event:
+        """Set once its engine is closed. Its ranks die with the thread that started them, so that lives on until
+        then.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free it. It is not taken over."""
+        ...
+
+
+Prepare = Callable[[PrepareWeights], PreparedBoot]
+
+
+class LoaderState(Enum):
+    IDLE = auto()
+    # A thread loads.
+    PREPARING = auto()
+    # Ready to be switched to.
+    PREPARED = auto()
+    # The node takes no new work, and ends what it has.
+    SWITCHING = auto()
+
+
+L = LoaderState
+LOADER: Table[LoaderState] = Table(
+    {
+        (L.IDLE, "prepare"): L.PREPARING,
+        (L.PREPARING, "prepared"): L.PREPARED,
+        (L.PREPARING, "failed"): L.IDLE,
+        (L.PREPARED, "switch"): L.SWITCHING,
+        (L.PREPARED, "drop"): L.IDLE,
+        (L.SWITCHING, "stay"): L.PREPARED,
+    }
+)
+
+
+class WeightsLoader:
+    """wakeup_fd: readable when the thread is done.
+    prepare: called on the thread; None: the node's engine loads no other weights while it runs.
+    """
+
+    def __init__(self, node: str, outbox: Outbox, prepare: Prepare | None) -> None:
+        self._node, self._outbox, self._prepare = node, outbox, prepare
+        self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._state = L.IDLE
+        # What is loaded, and who waits for it, with the number of each question.
+        self._wanted: PrepareWeights | None = None
+        self._waiting: list[tuple[Peer, int]] = []
+        # Nobody wants what the thread loads any more.
+        self._is_dropped = False
+        self._prepared: PreparedBoot | None = None
+        # Set when the thread has loaded, or failed to; what it ended with.
+        self._is_done = threading.Event()
+        self._result: PreparedBoot | Exception | None = None
+        # Held while the descriptor is written or closed: the number may be another one's afterwards.
+        self._closing, self._is_closed = threading.Lock(), False
+        # Who asked for the switch.
+        self._switch: tuple[Peer, SwitchWeights] | None = None
+
+    @property
+    def is_switching(self) -> bool:
+        return self._state is L.SWITCHING
+
+    @property
+    def prepared(self) -> WeightsVersion | None:
+        return None if self._prepared is None else self._prepared.version
+
+    @property
+    def share(self) -> float:
+        """What the switch says of the weights' share."""
+        assert self._switch is not None  # one is under way
+        return self._switch[1].share
+
+    def load(self, router: Peer, message: PrepareWeights) -> None:
+        """Begin to load, or answer at once: it is loaded, or cannot be now."""
+        if self._prepare is None:
+            reason = f"the engine of node {self._node} loads no other weights while it runs; start a node with them"
+            self._answer(router, message.number, reason)
+        elif self._state is L.IDLE:
+            self._state = LOADER[self._state, "prepare"]
+            self._wanted, self._is_dropped = message, False
+            self._waiting = [(router, message.number)]
+            self._is_done.clear()
+            threading.Thread(target=self._run, args=(message,), name="weights", daemon=True).start()
+        elif self._state is L.PREPARED and not self._is_wanted(message):
+            self._state = LOADER[self._state, "drop"]
+            self._free()
+            self.load(router, message)
+        elif not self._is_wanted(message):
+            self._answer(
+                router, message.number,
+                f"node {self._node} has {self._wanted.version if self._wanted else 'other weights'} in hand; drop them "
+                "first, or wait until they serve",
+            )  # fmt: skip
+        elif self._state is L.PREPARING:
+            self._is_dropped = False
+            self._waiting.append((router, message.number))
+        else:
+            self._answer(router, message.number)
+
+    def _is_wanted(self, message: PrepareWeights) -> bool:
+        """Whether that is what is loaded. The digest may have been asked for only later."""
+        wanted = self._wanted
+        if wanted is None or (wanted.version.epoch, wanted.source) != (message.version.epoch, message.source):
+            return False
+        known = wanted.version.digest or ("" if self._prepared is None else self._prepared.version.digest)
+        return wanted.version.label == message.version.label and message.version.digest in ("", known)
+
+    def drop(self, router: Peer, message: DropWeights) -> None:
+        if self._state is L.SWITCHING:
+            self._answer(router, message.number, f"node {self._node} is about to serve them; load others afterwards")
+            return
+        if self._state is L.PREPARED:
+            self._state = LOADER[self._state, "drop"]
+            self._free()
+        self._is_dropped = True
+        self._answer(router, message.number)
+
+    def switch(self, router: Peer, message: SwitchWeights) -> bool:
+        """Whether the node is to end what it has now. The router is answered where it is not."""
+        if self._state is L.SWITCHING and self._prepared is not None and message.epoch == self._prepared.version.epoch:
+            return False  # repeated
+        if self._state is not L.PREPARED or self._prepared is None or self._prepared.version.epoch != message.epoch:
+            has = "none" if self._prepared is None else str(self._prepared.version)
+            reason = f"node {self._node} has no weights of epoch {message.epoch} ready, but {has}; prepare them first"
+            self._answer(router, message.number, reason)
+            return False
+        self._state, self._switch = LOADER[self._state, "switch"], (router, message)
+        logger.info("switching to the weights %s", self._prepared.version)
+        return True
+
+    def stay(self, reason: str) -> None:
+        """The switch is off: the old weights serve on."""
+        assert self._switch is not None  # one is under way
+        router, message = self._switch
+        self._state, self._switch = LOADER[self._state, "stay"], None
+        logger.warning("the weights stay as they are: %s", reason)
+        self._answer(router, message.number, reason)
+
+    def take(self) -> PreparedBoot:
+        """What the switch leads to. It belongs to the caller."""
+        assert self._prepared is not None and self._state is L.SWITCHING
+        prepared, self._prepared = self._prepared, None
+        return prepared
+
+    def turn(self) -> None:
+        """Take in what the thread did."""
+        try:
+            os.eventfd_read(self.wakeup_fd)
+        except BlockingIOError:
+            return
+        result, self._result, error = self._result, None, ""
+        assert result is not None  # the thread sets it first
+        if isinstance(result, Exception):
+            self._state, error = LOADER[self._state, "failed"], str(result)
+            self._wanted = None
+        else:
+            self._state, self._prepared = LOADER[self._state, "prepared"], result
+            if self._is_dropped:
+                self._state, error = LOADER[self._state, "drop"], "they were dropped meanwhile"
+                self._free()
+        waiting, self._waiting = self._waiting, []
+        for router, number in waiting:
+            self._answer(router, number, error)
+
+    def close(self) -> None:
+        """Free what is not taken over. A load that still runs has STOP_S to end. Idempotent."""
+        if self._state is L.PREPARING and self._is_done.wait(STOP_S):
+            self._prepared = None if isinstance(self._result, Exception) else self._result
+        self._free()
+        with self._closing:
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self.wakeup_fd)
+
+    @property
+    def num_busy(self) -> int:
+        """Threads that load on after `close`."""
+        return int(self._state is L.PREPARING and not self._is_done.is_set())
+
+    def _free(self) -> None:
+        prepared, self._prepared, self._wanted = self._prepared, None, None
+        if prepared is not None:
+            logger.info("the weights %s are dropped", prepared.version)
+            prepared.close()
+
+    def _answer(self, router: Peer, number: int, error: str = "") -> None:
+        self._outbox.message(router, WeightsManaged(number, error, self.prepared))
+
+    def _run(self, message: PrepareWeights) -> None:
+        """On the thread."""
+        assert self._prepare is not None  # as `load` checked
+        logger.info("loading the weights %s from %s", message.version, message.source)
+        result: PreparedBoot | Exception
+        try:
+            result = self._prepare(message)
+        except PdclusterError as error:
+            logger.warning("the weights %s cannot be loaded: %s", message.version, error)
+            result = error
+        except Exception as error:  # the top of the thread: the node serves on, and whoever asked gets the error
+            logger.exception("loading the weights %s failed", message.version)
+            result = error
+        self._result = result
+        self._is_done.set()
+        with self._closing:
+            if not self._is_closed:
+                os.eventfd_write(self.wakeup_fd, 1)
+        if not isinstance(result, Exception):
+            result.ended.wait()

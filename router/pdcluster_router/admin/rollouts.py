@@ -1,0 +1,336 @@
+"""Other weights for the nodes of a cluster, some at a time, for one router or several workers.
+
+1. The nodes of a batch load beside what serves. When all of them have, they go over: each takes no new work, ends what
+   it has, and comes back as another boot. When one cannot load, none of the batch goes over.
+2. A batch leaves each role a node that takes work, where the role has several.
+3. A node that fails stops the rollout. What serves the new weights by then goes on serving them.
+4. An epoch is announced once: the first node that loads it says the digest that all others must have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing, suppress
+from itertools import count
+from typing import Any, Protocol
+
+from msgspec.structs import replace
+
+from pdcluster.core.errors import BadRequest, DeadlineExceeded, NodeLost, Overloaded, PdclusterError, UnknownName
+from pdcluster.core.messages import DropWeights, PrepareWeights, ShareWeights, SwitchWeights, WeightsOrder
+from pdcluster.core.weights import WeightsVersion, check_label
+from pdcluster_router.admin.operations import NodeStatus, NodeWeights, RolloutProgress, WeightsRollout
+from pdcluster_router.cluster.events import EventLog
+
+# Longest wait for a node that loads weights, and for one to give up its work where it goes over to others.
+WEIGHTS_S = 1800.0
+SWITCH_S = 30.0
+# For the next boot of a node to take work.
+READY_S = 60.0
+MAX_NEWS = 256
+
+
+class WeightsNodes(Protocol):
+    """What a rollout needs of the cluster."""
+
+    async def nodes(self) -> list[NodeStatus]: ...
+
+    async def change_weights(self, name: str, order: WeightsOrder) -> NodeWeights: ...
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Wait until another look is worth it, at most so long."""
+        ...
+
+
+class Rollouts:
+    """One at a time; the next one is refused meanwhile."""
+
+    def __init__(self, cluster: WeightsNodes, log: EventLog, clock: Callable[[], float]) -> None:
+        self._cluster, self._log, self._clock = cluster, log, clock
+        self._running = ""
+
+    async def load(self, wanted: WeightsRollout) -> AsyncGenerator[RolloutProgress, None]:
+        """Have nodes serve a version, yielding progress. What a rollout before left undone goes on.
+
+        Raises BadRequest, UnknownName without nodes, Overloaded while another one runs, and PdclusterError when a node
+        fails.
+        """
+        check_label(wanted.label)
+        _check_numbers(wanted)
+        nodes = await self._nodes()
+        version = version_of(nodes, wanted)
+        share = 100.0 if wanted.canary_percent is None else wanted.canary_percent
+        targets = [node for node in in_order(nodes) if node.weights.epoch != version.epoch]
+        if wanted.canary_percent is not None:
+            targets = canaries(nodes, version)
+        roll = _Roll(self._cluster, version, wanted.source, share, wanted.finish_s, self._clock, len(targets))
+        async with aclosing(self._run(roll, targets, wanted.max_unavailable)) as steps:
+            async for progress in steps:
+                yield progress
+        if wanted.canary_percent is None:
+            await roll.share_all()
+
+    async def undo(self, finish_s: float) -> AsyncGenerator[RolloutProgress, None]:
+        """Have the nodes of the newest version serve what they served before, under the next epoch."""
+        nodes = await self._nodes()
+        version, source = before(nodes)
+        newest = max(node.weights.epoch for node in nodes)
+        targets = [node for node in in_order(nodes) if node.weights.epoch == newest]
+        roll = _Roll(self._cluster, version, source, 100.0, finish_s, self._clock, len(targets))
+        async with aclosing(self._run(roll, targets, 1)) as steps:
+            async for progress in steps:
+                yield progress
+
+    async def _nodes(self) -> list[NodeStatus]:
+        nodes = await self._cluster.nodes()
+        if not nodes:
+            raise UnknownName("no node is known", "nodes")
+        return nodes
+
+    async def _run(
+        self, roll: _Roll, targets: Sequence[NodeStatus], at_once: int
+    ) -> AsyncGenerator[RolloutProgress, None]:
+        if self._running:
+            raise Overloaded(f"the rollout of {self._running} is under way; wait for its end", 5.0)
+        self._running = str(roll.version)
+        self._log.add("weights", roll.version.label, f"epoch {roll.version.epoch} for {len(targets)} nodes")
+        news: asyncio.Queue[RolloutProgress] = asyncio.Queue(MAX_NEWS)
+        roll.report = news.put_nowait
+        task = asyncio.create_task(roll.run(targets, at_once))
+        try:
+            while not task.done() or not news.empty():
+                getting = asyncio.ensure_future(news.get())
+                await asyncio.wait([task, getting], return_when=asyncio.FIRST_COMPLETED)
+                if getting.done():
+                    yield getting.result()
+                else:
+                    getting.cancel()
+            await task
+            self._log.add("weights", roll.version.label, f"{roll.num_done} nodes serve epoch {roll.version.epoch}")
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+            self._running = ""
+
+
+class _Roll:
+    """One rollout while it runs."""
+
+    def __init__(
+        self,
+        cluster: WeightsNodes,
+        version: WeightsVersion,
+        source: str,
+        share: float,
+        finish_s: float,
+        clock: Callable[[], float],
+        num_nodes: int,
+    ) -> None:
+        self._cluster, self._source, self._share, self._finish_s = cluster, source, share, finish_s
+        self._clock, self._began, self._num_nodes = clock, clock(), num_nodes
+        self.version = version
+        self.num_done = 0
+        self.report: Callable[[RolloutProgress], None] = _ignore
+
+    async def run(self, targets: Sequence[NodeStatus], at_once: int) -> None:
+        left = list(targets)
+        while left:
+            batch = next_batch(left, await self._cluster.nodes(), at_once)
+            if not self.version.digest:
+                await self._change(batch[:1] if at_once else batch)
+                left = left[1:] if at_once else []
+                continue
+            await self._change(batch)
+            left = [node for node in left if node not in batch]
+        self._say("", "serving")
+
+    async def share_all(self) -> None:
+        """No canary any more: every node of the version says so."""
+        for node in await self._cluster.nodes():
+            if node.weights.epoch == self.version.epoch and node.weights_share < 100.0:
+                await self._cluster.change_weights(node.name, ShareWeights(0, 100.0))
+
+    async def _change(self, batch: Sequence[NodeStatus]) -> None:
+        """Rule 1."""
+        try:
+            await _all(self._prepare(node) for node in batch)
+        except PdclusterError as error:
+            for node in batch:
+                with suppress(PdclusterError):
+                    await self._cluster.change_weights(node.name, DropWeights(0))
+            raise PdclusterError(self._stopped(error)) from error
+        try:
+            await _all(self._switch(node) for node in batch)
+        except PdclusterError as error:
+            raise PdclusterError(self._stopped(error)) from error
+
+    def _stopped(self, error: PdclusterError) -> str:
+        return (
+            f"the rollout of {self.version} stopped with {self.num_done} of {self._num_nodes} nodes done: {error}; "
+            "see pdctl weights status, load again to go on, or take it back with pdctl weights undo"
+        )
+
+    async def _prepare(self, node: NodeStatus) -> None:
+        self._say(node.name, "loading")
+        answer = await self._cluster.change_weights(node.name, PrepareWeights(0, self.version, self._source))
+        if answer.error or answer.prepared is None:
+            raise PdclusterError(f"node {node.name}: {answer.error or 'it has nothing ready'}")
+        if not self.version.digest:
+            self.version = answer.prepared
+        elif answer.prepared.digest != self.version.digest:
+            raise PdclusterError(
+                f"node {node.name} loaded weights {answer.prepared.digest}, others {self.version.digest}; the source "
+                "differs from machine to machine"
+            )
+
+    async def _switch(self, node: NodeStatus) -> None:
+        self._say(node.name, "ending", node)
+        order = SwitchWeights(0, self.version.epoch, self._finish_s, self._share)
+        asked = asyncio.ensure_future(self._cluster.change_weights(node.name, order))
+        try:
+            while not asked.done():
+                await asyncio.wait([asked], timeout=1.0)
+                found = await self._find(node.name)
+                if not asked.done() and found is not None:
+                    self._say(node.name, "ending", found)
+            answer = await asked
+        finally:
+            asked.cancel()
+        if answer.error:
+            raise PdclusterError(f"node {node.name}: {answer.error}")
+        await self._wait_until_ready(node)
+        self.num_done += 1
+        self._say(node.name, "serving")
+
+    async def _wait_until_ready(self, node: NodeStatus) -> None:
+        until = self._clock() + READY_S
+        while (
+            (found := await self._find(node.name)) is None
+            or found.state == "connecting"
+            or (found.weights.epoch != self.version.epoch)
+        ):
+            if self._clock() > until:
+                raise NodeLost(f"node {node.name} did not come back within {READY_S:g} s; see its log")
+            await self._cluster.wait_for_change(until - self._clock())
+
+    async def _find(self, name: str) -> NodeStatus | None:
+        """The newest boot of a node."""
+        found = [node for node in await self._cluster.nodes() if node.name == name]
+        return max(found, key=lambda node: node.weights.epoch, default=None)
+
+    def _say(self, name: str, stage: str, node: NodeStatus | None = None) -> None:
+        load = None if node is None else node.load
+        with suppress(asyncio.QueueFull):  # whoever reads sees a later one
+            self.report(
+                RolloutProgress(
+                    node=name,
+                    stage=stage,
+                    version=self.version,
+                    num_done=self.num_done,
+                    num_nodes=self._num_nodes,
+                    running=0 if load is None else load.running + load.waiting,
+                    context_tokens=0 if load is None else load.context_tokens,
+                    seconds=self._clock() - self._began,
+                )
+            )
+
+
+def _ignore(progress: RolloutProgress) -> None:
+    """Nobody looks."""
+
+
+async def _all(changes: Any) -> None:
+    """Run all to their ends; raises what the first failed one raised."""
+    tasks: list[Coroutine[Any, Any, None]] = list(changes)
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+
+
+def _check_numbers(wanted: WeightsRollout) -> None:
+    percent = wanted.canary_percent
+    if percent is not None and not 0.0 < percent < 100.0:
+        raise BadRequest(f"canary is {percent:g} %; it must be more than 0 and less than 100", "canary_percent")
+    if wanted.max_unavailable < 0:
+        raise BadRequest(f"max_unavailable is {wanted.max_unavailable}; it must be 0 (all) or more", "max_unavailable")
+    if not 0.0 <= wanted.finish_s < math.inf:
+        raise BadRequest(f"finish_s is {wanted.finish_s:g}; it must be a number of seconds, 0 or more", "finish_s")
+
+
+def version_of(nodes: Sequence[NodeStatus], wanted: WeightsRollout) -> WeightsVersion:
+    """The version that is to be served: one that some nodes have, or the next epoch."""
+    newest = max(node.weights.epoch for node in nodes)
+    alike = [node for node in nodes if node.weights.label == wanted.label]
+    if not alike:
+        return WeightsVersion(wanted.label, newest + 1)
+    known = max(alike, key=lambda node: node.weights.epoch)
+    if known.weights_source != wanted.source:
+        raise BadRequest(
+            f"the label {wanted.label!r} is that of weights from {known.weights_source or 'the start'!r}; give other "
+            "weights another label",
+            "label",
+        )
+    return known.weights if known.weights.epoch == newest else replace(known.weights, epoch=newest + 1)
+
+
+def before(nodes: Sequence[NodeStatus]) -> tuple[WeightsVersion, str]:
+    """What the nodes of the newest version served before, as the next epoch, and its source. Raises BadRequest."""
+    newest = max(node.weights.epoch for node in nodes)
+    others = [node for node in nodes if node.weights.epoch != newest]
+    if others:
+        other = max(others, key=lambda node: node.weights.epoch)
+        return replace(other.weights, epoch=newest + 1), other.weights_source
+    formers = {node.weights_former for node in nodes}
+    former = formers.pop()
+    if formers or former is None:
+        what = "nodes served different weights before" if formers else "they serve the first weights that they had"
+        raise BadRequest(f"nothing can be undone: {what}; load weights by their source", "label")
+    return WeightsVersion(former.label, newest + 1, former.digest), former.source
+
+
+def in_order(nodes: Sequence[NodeStatus]) -> list[NodeStatus]:
+    """One node of each role first, so that the new version soon has all that it needs."""
+    by_role: dict[str, count[int]] = {}
+    ranks = {
+        node.incarnation: next(by_role.setdefault(node.role, count()))
+        for node in sorted(nodes, key=lambda node: node.name)
+    }
+    return sorted(nodes, key=lambda node: (ranks[node.incarnation], node.role, node.name))
+
+
+def canaries(nodes: Sequence[NodeStatus], version: WeightsVersion) -> list[NodeStatus]:
+    """One node of each role. Raises BadRequest where none would be left."""
+    chosen: dict[str, NodeStatus] = {}
+    for node in in_order(nodes):
+        chosen.setdefault(node.role, node)
+    lonely = [role for role in chosen if sum(node.role == role for node in nodes) < 2]
+    if lonely:
+        raise BadRequest(
+            f"a canary needs two nodes of each role, and there is one {lonely[0]} node; start another, or load without "
+            "a canary",
+            "canary_percent",
+        )
+    return [node for node in chosen.values() if node.weights.epoch != version.epoch]
+
+
+def next_batch(left: Sequence[NodeStatus], nodes: Sequence[NodeStatus], at_once: int) -> list[NodeStatus]:
+    """Rule 2. at_once: 0 for all."""
+    if not at_once:
+        return list(left)
+    batch: list[NodeStatus] = []
+    for node in left:
+        staying = [
+            each for each in nodes
+            if each.role == node.role and each.state == "ready"
+            and each.name != node.name and each.name not in {chosen.name for chosen in batch}
+        ]  # fmt: skip
+        is_alone = sum(each.role == node.role for each in nodes) == 1
+        if len(batch) < at_once and (staying or is_alone):
+            batch.append(node)
+    if not batch:
+        raise DeadlineExceeded(
+            f"no node can change: no other {left[0].role} node takes work; see pdctl get nodes", "room"
+        )
+    return batch

@@ -1,0 +1,156 @@
+"""Other weights beside those that serve, with a load of the test."""
+
+from __future__ import annotations
+
+import select
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from pdcluster.core.errors import ModelError
+from pdcluster.core.messages import AnyMessage, DropWeights, PrepareWeights, SwitchWeights, WeightsManaged
+from pdcluster.core.weights import WeightsVersion
+from pdcluster.node.outbox import Outbox
+from pdcluster.node.weights_loader import PreparedBoot, WeightsLoader
+from pdcluster.transfer.backends.base import Peer
+
+ROUTER = Peer("r", "r1")
+TUNED = WeightsVersion("tuned", 1)
+
+
+@dataclass
+class Boot:
+    version: WeightsVersion
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def close(self) -> None:
+        self.ended.set()
+
+
+class World:
+    """A loader, and what it answered."""
+
+    def __init__(self, prepare: Callable[[PrepareWeights], PreparedBoot] | None = None) -> None:
+        self.boots: list[Boot] = []
+        self.goes_on = threading.Event()
+        self.outbox = Outbox()
+        self.loader = WeightsLoader("p0", self.outbox, prepare or self.load)
+        self.said: list[WeightsManaged] = []
+
+    def load(self, message: PrepareWeights) -> Boot:
+        assert self.goes_on.wait(10)
+        if message.source == "bad":
+            raise ModelError("half a file")
+        self.boots.append(Boot(WeightsVersion(message.version.label, message.version.epoch, f"d-{message.source}")))
+        return self.boots[-1]
+
+    def send(self, to: object, message: AnyMessage) -> bool:
+        assert isinstance(message, WeightsManaged)
+        self.said.append(message)
+        return True
+
+    def answers(self) -> list[WeightsManaged]:
+        self.outbox.flush(self)
+        said, self.said = self.said, []
+        return said
+
+    def loaded(self) -> list[WeightsManaged]:
+        """The thread ends, and the loop takes that in."""
+        self.goes_on.set()
+        poller = select.poll()
+        poller.register(self.loader.wakeup_fd, select.POLLIN)
+        assert poller.poll(10_000)
+        self.loader.turn()
+        return self.answers()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    made.goes_on.set()
+    made.loader.close()
+
+
+def test_what_was_asked_for_is_ready_and_taken_once(world: World) -> None:
+    world.loader.load(ROUTER, PrepareWeights(1, TUNED, "a"))
+    world.loader.load(ROUTER, PrepareWeights(2, TUNED, "a"))
+    assert world.answers() == []
+    ready = WeightsVersion("tuned", 1, "d-a")
+    assert world.loaded() == [WeightsManaged(1, "", ready), WeightsManaged(2, "", ready)]
+    world.loader.load(ROUTER, PrepareWeights(3, ready, "a"))  # the same, by its digest
+    assert world.answers() == [WeightsManaged(3, "", ready)] and len(world.boots) == 1
+    assert world.loader.switch(ROUTER, SwitchWeights(4, 1, 0.0, 10.0)) and world.loader.is_switching
+    assert not world.loader.switch(ROUTER, SwitchWeights(5, 1, 0.0))
+    assert world.loader.share == 10.0 and world.loader.take() is world.boots[0]
+    world.loader.close()
+    assert not world.boots[0].ended.is_set()
+
+
+def test_a_load_that_fails_says_why_and_another_may_follow(world: World) -> None:
+    world.loader.load(ROUTER, PrepareWeights(1, TUNED, "bad"))
+    assert world.loaded() == [WeightsManaged(1, "half a file")]
+    assert not world.loader.switch(ROUTER, SwitchWeights(2, 1, 0.0))
+    (refused,) = world.answers()
+    assert "no weights of epoch 1 ready, but none" in refused.error
+    world.loader.load(ROUTER, PrepareWeights(3, TUNED, "a"))
+    assert world.loaded()[0].prepared == WeightsVersion("tuned", 1, "d-a")
+
+
+def test_a_later_order_takes_the_place_of_what_is_ready(world: World) -> None:
+    world.loader.load(ROUTER, PrepareWeights(1, TUNED, "a"))
+    world.loaded()
+    world.loader.load(ROUTER, PrepareWeights(2, WeightsVersion("other", 2), "b"))
+    assert world.boots[0].ended.is_set()
+    assert world.loaded() == [WeightsManaged(2, "", WeightsVersion("other", 2, "d-b"))]
+
+
+def test_one_load_at_a_time(world: World) -> None:
+    world.loader.load(ROUTER, PrepareWeights(1, TUNED, "a"))
+    world.loader.load(ROUTER, PrepareWeights(2, WeightsVersion("other", 2), "b"))
+    (refused,) = world.answers()
+    assert refused.number == 2 and "has tuned (epoch 1) in hand" in refused.error
+
+
+def test_what_is_dropped_is_freed_now_or_when_it_comes(world: World) -> None:
+    world.loader.load(ROUTER, PrepareWeights(1, TUNED, "a"))
+    world.loader.drop(ROUTER, DropWeights(2))
+    assert world.answers() == [WeightsManaged(2)]
+    assert world.loaded() == [WeightsManaged(1, "they were dropped meanwhile")] and world.boots[0].ended.is_set()
+    world.loader.load(ROUTER, PrepareWeights(3, TUNED, "a"))
+    world.loaded()
+    world.loader.drop(ROUTER, DropWeights(4))
+    world.loader.drop(ROUTER, DropWeights(5))
+    assert world.answers() == [WeightsManaged(4), WeightsManaged(5)] and world.boots[1].ended.is_set()
+
+
+def test_a_switch_that_is_off_leaves_all_ready_for_another(world: World) -> None:
+    world.loader.load(ROUTER, PrepareWeights(1, TUNED, "a"))
+    world.loaded()
+    assert world.loader.switch(ROUTER, SwitchWeights(2, 1, 0.0))
+    world.loader.drop(ROUTER, DropWeights(3))
+    world.loader.stay("too long")
+    dropped, stayed = world.answers()
+    assert "about to serve them" in dropped.error
+    assert (stayed.number, stayed.error, stayed.prepared) == (2, "too long", world.boots[0].version)
+    assert world.loader.switch(ROUTER, SwitchWeights(4, 1, 0.0))
+
+
+def test_an_engine_that_loads_no_weights_says_so() -> None:
+    outbox, said = Outbox(), World()
+    loader = WeightsLoader("p0", outbox, None)
+    loader.load(ROUTER, PrepareWeights(1, TUNED, "a"))
+    outbox.flush(said)
+    assert "loads no other weights while it runs" in said.said[0].error
+    loader.close()
+    said.loader.close()
+
+
+def test_what_comes_after_the_end_is_freed() -> None:
+    world = World()
+    world.loader.load(ROUTER, PrepareWeights(1, TUNED, "a"))
+    world.goes_on.set()
+    world.loader.close()
+    assert world.boots[0].ended.wait(5) and not world.loader.num_busy

@@ -1,0 +1,211 @@
+"""Rollouts over nodes of the test, which load and go over as they are told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from msgspec.structs import replace
+
+from pdcluster.core.errors import BadRequest, Overloaded, PdclusterError, UnknownName
+from pdcluster.core.messages import DropWeights, Load, PrepareWeights, Role, ShareWeights, SwitchWeights, WeightsOrder
+from pdcluster.core.weights import FormerWeights, WeightsVersion
+from pdcluster_router.admin.operations import NodeStatus, NodeWeights, RolloutProgress, WeightsRollout
+from pdcluster_router.admin.rollouts import Rollouts
+from pdcluster_router.cluster.events import EventLog
+
+DIGESTS = {"": "A", "/b": "B", "/c": "C"}
+
+
+def node(name: str, role: Role) -> NodeStatus:
+    return NodeStatus(
+        name, f"{name}-0", role, "ready", f"{name}:1", "m", "cpu", (), 100, 0, Load(*[0] * 11),
+        weights=WeightsVersion(digest="A"),
+    )  # fmt: skip
+
+
+class Cluster:
+    """Implements rollouts.WeightsNodes. bad: what a node does when asked, by name."""
+
+    def __init__(self, *nodes: NodeStatus) -> None:
+        self.by_name = {each.name: each for each in nodes}
+        self.bad: dict[str, str] = {}
+        self.prepared: dict[str, tuple[WeightsVersion, str]] = {}
+        self.orders: list[tuple[str, WeightsOrder]] = []
+        # Most nodes of each role that were away at once.
+        self.away: set[str] = set()
+        self.most_away: dict[str, int] = {}
+
+    async def nodes(self) -> list[NodeStatus]:
+        return [
+            replace(each, state="cordoned" if name in self.away else each.state) for name, each in self.by_name.items()
+        ]
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        await asyncio.sleep(0)
+
+    async def change_weights(self, name: str, order: WeightsOrder) -> NodeWeights:
+        self.orders.append((name, order))
+        await asyncio.sleep(0)
+        if isinstance(order, PrepareWeights):
+            if self.bad.get(name) == "load":
+                return NodeWeights(name, "half a file")
+            made = replace(order.version, digest="X" if self.bad.get(name) == "digest" else DIGESTS[order.source])
+            self.prepared[name] = made, order.source
+            return NodeWeights(name, prepared=made)
+        if isinstance(order, SwitchWeights):
+            await self._switch(name, order)
+            if self.bad.get(name) == "switch":
+                return NodeWeights(name, "3 requests did not end")
+        elif isinstance(order, ShareWeights):
+            self.by_name[name] = replace(self.by_name[name], weights_share=order.share)
+        else:
+            self.prepared.pop(name, None)
+        return NodeWeights(name)
+
+    async def _switch(self, name: str, order: SwitchWeights) -> None:
+        self.away.add(name)
+        role = self.by_name[name].role
+        num_away = sum(self.by_name[each].role == role for each in self.away)
+        self.most_away[role] = max(self.most_away.get(role, 0), num_away)
+        await asyncio.sleep(0.01)
+        self.away.discard(name)
+        if self.bad.get(name) == "switch":
+            return
+        version, source = self.prepared.pop(name)
+        assert version.epoch == order.epoch
+        was = self.by_name[name]
+        former = FormerWeights(was.weights.label, was.weights.digest, was.weights_source)
+        self.by_name[name] = replace(
+            was, incarnation=f"{name}-{version.epoch}", weights=version, weights_share=order.share,
+            weights_source=source, weights_former=former,
+        )  # fmt: skip
+
+    def served(self) -> dict[str, str]:
+        return {name: f"{each.weights.label}@{each.weights.epoch}" for name, each in self.by_name.items()}
+
+
+def two_and_two() -> Cluster:
+    return Cluster(node("p0", "prefill"), node("p1", "prefill"), node("d0", "decode"), node("d1", "decode"))
+
+
+def rollouts(cluster: Cluster) -> Rollouts:
+    return Rollouts(cluster, EventLog(), asyncio.get_running_loop().time)
+
+
+async def ended(steps: AsyncIterator[RolloutProgress]) -> list[RolloutProgress]:
+    return [step async for step in steps]
+
+
+async def test_every_node_goes_over_one_after_the_other() -> None:
+    cluster = two_and_two()
+    steps = await ended(rollouts(cluster).load(WeightsRollout("/b", "tuned")))
+    assert set(cluster.served().values()) == {"tuned@1"}
+    assert cluster.most_away == {"prefill": 1, "decode": 1}
+    assert [step.node for step in steps if step.stage == "serving"] == ["d0", "p0", "d1", "p1", ""]
+    last = steps[-1]
+    assert (last.num_done, last.num_nodes, last.version) == (4, 4, WeightsVersion("tuned", 1, "B"))
+    # All but the first are told which digest it must be.
+    wanted = [order.version.digest for _, order in cluster.orders if isinstance(order, PrepareWeights)]
+    assert wanted == ["", "B", "B", "B"]
+
+
+async def test_several_at_a_time_leave_each_role_a_node() -> None:
+    cluster = two_and_two()
+    await ended(rollouts(cluster).load(WeightsRollout("/b", "tuned", max_unavailable=4)))
+    assert cluster.most_away == {"prefill": 1, "decode": 1} and set(cluster.served().values()) == {"tuned@1"}
+
+
+async def test_all_at_once_go_over_when_all_have_loaded() -> None:
+    cluster = two_and_two()
+    await ended(rollouts(cluster).load(WeightsRollout("/b", "tuned", max_unavailable=0)))
+    kinds = [type(order) for _, order in cluster.orders]
+    assert kinds == [PrepareWeights] * 4 + [SwitchWeights] * 4 and set(cluster.served().values()) == {"tuned@1"}
+
+
+async def test_a_lone_node_of_its_role_goes_over_too() -> None:
+    cluster = Cluster(node("p0", "prefill"), node("d0", "decode"))
+    await ended(rollouts(cluster).load(WeightsRollout("/b", "tuned")))
+    assert set(cluster.served().values()) == {"tuned@1"}
+
+
+@pytest.mark.parametrize("at_once", [1, 0])
+@pytest.mark.parametrize("how", ["load", "digest"])
+async def test_a_node_that_cannot_load_stops_it_and_nothing_of_its_batch_goes_over(how: str, at_once: int) -> None:
+    cluster = two_and_two()
+    cluster.bad["d1"] = how
+    with pytest.raises(PdclusterError, match=r"stopped with . of 4 nodes done: node d1.*pdctl weights undo"):
+        await ended(rollouts(cluster).load(WeightsRollout("/b", "tuned", max_unavailable=at_once)))
+    done = {"p0": "tuned@1", "d0": "tuned@1"} if at_once else {"p0": "base@0", "d0": "base@0"}
+    assert cluster.served() == done | {"p1": "base@0", "d1": "base@0"}
+    assert not cluster.prepared and any(isinstance(order, DropWeights) for _, order in cluster.orders)
+    cluster.bad.clear()  # the same order goes on
+    await ended(rollouts(cluster).load(WeightsRollout("/b", "tuned", max_unavailable=at_once)))
+    assert set(cluster.served().values()) == {"tuned@1"}
+
+
+async def test_what_a_stopped_rollout_did_is_taken_back() -> None:
+    cluster = two_and_two()
+    cluster.bad["d1"] = "switch"
+    with pytest.raises(PdclusterError, match="3 requests did not end"):
+        await ended(rollouts(cluster).load(WeightsRollout("/b", "tuned")))
+    await ended(rollouts(cluster).undo(5.0))
+    assert cluster.served() == {"p0": "base@2", "d0": "base@2", "p1": "base@0", "d1": "base@0"}
+    assert {each.weights.digest for each in cluster.by_name.values()} == {"A"}
+
+
+async def test_a_whole_rollout_is_taken_back_by_what_nodes_remember() -> None:
+    cluster = two_and_two()
+    with pytest.raises(BadRequest, match="nothing can be undone"):
+        await ended(rollouts(cluster).undo(5.0))
+    await ended(rollouts(cluster).load(WeightsRollout("/b", "tuned")))
+    await ended(rollouts(cluster).load(WeightsRollout("/c", "third")))
+    await ended(rollouts(cluster).undo(5.0))
+    assert set(cluster.served().values()) == {"tuned@3"}
+    assert {each.weights_source for each in cluster.by_name.values()} == {"/b"}
+
+
+async def test_a_canary_gets_its_share_until_all_nodes_serve_it() -> None:
+    cluster = two_and_two()
+    await ended(rollouts(cluster).load(WeightsRollout("/b", "tuned", canary_percent=10.0)))
+    assert cluster.served() == {"p0": "tuned@1", "d0": "tuned@1", "p1": "base@0", "d1": "base@0"}
+    assert [each.weights_share for each in cluster.by_name.values()] == [10.0, 100.0, 10.0, 100.0]
+    await ended(rollouts(cluster).load(WeightsRollout("/b", "tuned")))
+    assert set(cluster.served().values()) == {"tuned@1"}
+    assert {each.weights_share for each in cluster.by_name.values()} == {100.0}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        (WeightsRollout("/b", "no label"), "must have 1 to 64"),
+        (WeightsRollout("/b", "t", canary_percent=100.0), "less than 100"),
+        (WeightsRollout("/b", "t", max_unavailable=-1), "0 .all. or more"),
+        (WeightsRollout("/b", "t", finish_s=float("nan")), "a number of seconds"),
+        (WeightsRollout("/b", "base"), "give other weights another label"),
+    ],
+)
+async def test_what_cannot_be_meant_is_refused(wanted: WeightsRollout, why: str) -> None:
+    with pytest.raises(BadRequest, match=why):
+        await ended(rollouts(two_and_two()).load(wanted))
+
+
+async def test_a_canary_of_a_lone_node_and_a_cluster_without_nodes_are_refused() -> None:
+    wanted = WeightsRollout("/b", "t", canary_percent=10.0)
+    with pytest.raises(BadRequest, match="two nodes of each role"):
+        await ended(rollouts(Cluster(node("p0", "prefill"), node("d0", "decode"))).load(wanted))
+    with pytest.raises(UnknownName, match="no node is known"):
+        await ended(rollouts(Cluster()).load(wanted))
+
+
+async def test_one_rollout_at_a_time_and_none_is_left_by_a_caller_who_goes() -> None:
+    cluster = two_and_two()
+    made = rollouts(cluster)
+    steps = made.load(WeightsRollout("/b", "tuned"))
+    await anext(steps)
+    with pytest.raises(Overloaded, match="the rollout of tuned"):
+        await ended(made.load(WeightsRollout("/c", "third")))
+    await steps.aclose()
+    await ended(made.load(WeightsRollout("/b", "tuned")))
+    assert set(cluster.served().values()) == {"tuned@1"}
