@@ -35,11 +35,12 @@ _CHANNEL = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.enable_http_proxy", 0),
 )
-FinishReason = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 _FINISH: dict[int, FinishReason] = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
     pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
+    pb.FINISH_REASON_ABORT: "abort",
 }
 Headers = Mapping[str, str]
 ToolMode = Literal["auto", "none", "required"]
@@ -128,6 +129,8 @@ class PlainOptions(TypedDict, total=False):
     bad_words: Sequence[str]
     prompt_logprobs: int
     prompt_cache_key: str
+    weights: str
+    weights_change: Literal["fail", "replay"]
 
 
 class ChatOptions(TypedDict, total=False):
@@ -184,6 +187,17 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsRange:
+    """Which weights made the output tokens from from_position up to, and without, to_position."""
+
+    from_position: int
+    to_position: int
+    label: str
+    digest: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int
     completion_tokens: int
@@ -203,8 +217,8 @@ class CallDelta:
 @dataclass(frozen=True, slots=True)
 class Output:
     """One message of the stream: what became certain of one choice. route and timings come with a choice's first and
-    last output, finish_reason with its last, usage with the last of all. reasoning and tool_calls, of a chat, are no
-    part of the text."""
+    last output, finish_reason and weights with its last, usage with the last of all. reasoning and tool_calls, of a
+    chat, are no part of the text."""
 
     index: int
     text: str
@@ -219,6 +233,7 @@ class Output:
     usage: Usage | None
     reasoning: str
     tool_calls: tuple[CallDelta, ...]
+    weights: tuple[WeightsRange, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -506,6 +521,10 @@ def _output(reply: pb.GenerateReply) -> Output:
         usage=_usage(reply.usage) if reply.HasField("usage") else None,
         reasoning=reply.reasoning,
         tool_calls=tuple(CallDelta(call.index, call.id, call.name, call.arguments) for call in reply.tool_calls),
+        weights=tuple(
+            WeightsRange(each.from_position, each.to_position, each.label, each.digest, each.epoch)
+            for each in reply.weights
+        ),
     )
 
 

@@ -17,7 +17,7 @@ from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
 from pdcluster.kv.hashing import chain_root
 from pdcluster_router.cluster.legs import Body, Ledger
 from pdcluster_router.cluster.view import ClusterView, NodeView
-from pdcluster_router.core.generation import ModelInfo
+from pdcluster_router.core.generation import Force, ModelInfo
 from pdcluster_router.core.job import HashChain
 
 BLOCK_TOKENS = 32
@@ -145,5 +145,14 @@ class PacedCluster:
     async def first(self) -> None:
         return
 
-    def chain(self, model: str, salt: bytes) -> HashChain:
+    def versions(self, model: str) -> Sequence[ModelInfo]:
+        return self.models() if model == "paced" else ()
+
+    def choose_version(self, model: str, request: str, mode: Force | None) -> ModelInfo:
+        return self.models()[0]
+
+    def successor(self, model: str, digest: str, mode: Force | None) -> ModelInfo | None:
+        return None
+
+    def chain(self, model: str, salt: bytes, weights: str | None = None) -> HashChain:
         return HashChain(chain_root(block_tokens=BLOCK_TOKENS, salt=salt), BLOCK_TOKENS)

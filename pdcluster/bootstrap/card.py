@@ -132,7 +132,14 @@ class NodeCard:
         """What that name means here, as 16 hex digits: text, tokens, weights, adapter, hash blocks, and whether it
         embeds or generates. Nodes of one digest may serve the same request.
         """
-        parts = name, self.tokenizer_hash, self.vocab_size, self.eos_ids, self.weights, self.hash_block_tokens
+        return self._digest(name, self.weights)
+
+    def text_digest(self, name: str) -> str:
+        """The same without the weights, equal for all versions of one model."""
+        return self._digest(name, "any weights")
+
+    def _digest(self, name: str, weights: str) -> str:
+        parts = name, self.tokenizer_hash, self.vocab_size, self.eos_ids, weights, self.hash_block_tokens
         adapter = self.adapter(name)
         own = () if adapter is None else (adapter.digest,)
         return _model_digest(*parts, *own, *(("embeds",) if self.capabilities.embeds else ()))

@@ -21,10 +21,15 @@ _SAME_NAME = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n",
     "ignore_eos", "skip_special_tokens", "add_special_tokens", "cache_salt", "priority",
     "repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_logprobs",
-    "prompt_cache_key",
+    "prompt_cache_key", "weights", "weights_change",
 )  # fmt: skip
 
-_FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH, "tool_calls": pb.FINISH_REASON_TOOL_CALLS}
+_FINISH = {
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+    "tool_calls": pb.FINISH_REASON_TOOL_CALLS,
+    "abort": pb.FINISH_REASON_ABORT,
+}
 _TOOL_MODES = {
     pb.TOOL_MODE_UNSPECIFIED: None,
     pb.TOOL_MODE_AUTO: "auto",
@@ -181,6 +186,10 @@ def add_first_timings(reply: pb.GenerateReply, ttft_s: float | None) -> None:
 def add_report(reply: pb.GenerateReply, report: RouteReport) -> None:
     """Where a choice that ended ran, and how long what took."""
     add_route(reply, report.mode, report.prefill, report.decode, report.transfer)
+    for each in report.weights:
+        reply.weights.add(
+            from_position=each.first, to_position=each.to, label=each.label, digest=each.digest, epoch=each.epoch
+        )
     _set(reply.timings, attempts=report.attempts)
     if (timeline := report.timeline) is not None:
         _set(

@@ -62,6 +62,7 @@ from pdcluster.settings.surfaces import (
 BackendName = Literal["auto", "shm", "tcp", "mooncake", "nixl"]
 Mode = Literal["auto", "remote", "local"]
 Fallback = Literal["deny", "on-failure", "conditional"]
+WeightsChange = Literal["fail", "replay"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "text", "json"]
 
@@ -412,6 +413,11 @@ class RouterConfig(Section):
         "conditional",
         choice("deny", "on-failure", "conditional"),
         "one node for a request though nodes have roles: never, when a pool is gone, or when sooner",
+    )
+    weights_change: WeightsChange = key(
+        "fail",
+        choice("fail", "replay"),
+        "requests whose weights no node has any more: end with an error, or go on with the newest; requests may say it",
     )
     itl_s: float | None = key(
         None, duration(0.0001), "pace between tokens that running requests keep; default: twice that of one alone"

@@ -428,6 +428,7 @@ def dispatch_settings(config: RouterConfig, *, is_shared: bool = False) -> Dispa
         headroom=Headroom(backlog_s=hold.backlog_s if slo.ttft_s is None else min(hold.backlog_s, slo.ttft_s / 4)),
         slo=Slo(ttft_s=slo.ttft_s, margin=slo.margin_percent / 100),
         from_zero=config.from_zero,
+        weights_change=config.weights_change,
     )
 
 

@@ -14,6 +14,7 @@ from pdcluster.api import validate
 from pdcluster.api.openai.requests import EXTENSIONS, TokenId, prompts_in
 from pdcluster.core.bounds import MAX_DIMENSIONS
 from pdcluster.core.errors import BadRequest
+from pdcluster.core.weights import Label
 
 # As OpenAI's.
 MAX_INPUTS = 2048
@@ -29,6 +30,8 @@ class EmbeddingRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Meta(ge=-10, le=10)] | None = None
+    weights: Label | None = None
+    weights_change: Literal["fail", "replay"] | None = None
     # without effect
     user: object = None
 

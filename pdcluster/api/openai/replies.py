@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, structs
 
 from pdcluster.api import sse
 from pdcluster.api.text.choice_text import TextPiece
@@ -25,6 +25,7 @@ from pdcluster.api.text.logprobs import (
 )
 from pdcluster.api.tools.calls import ToolCallDelta
 from pdcluster.core.errors import BadRequest, PdclusterError
+from pdcluster.core.weights import WeightsVersion
 
 _encode = msgspec.json.Encoder().encode
 
@@ -53,8 +54,29 @@ class Timeline(Struct, frozen=True):
     placed_s: float | None = None
 
 
+class OutputWeights(Struct, frozen=True):
+    """Which weights made the output tokens from `first` up to, and without, `to`."""
+
+    first: int = msgspec.field(name="from")
+    to: int
+    label: str
+    digest: str
+    epoch: int
+
+    @classmethod
+    def of(cls, weights: WeightsVersion, first: int, to: int) -> OutputWeights:
+        return cls(first, to, weights.label, weights.digest, weights.epoch)
+
+
+def ranges_within(ranges: Sequence[OutputWeights], num_output: int) -> list[OutputWeights]:
+    """Those of the first num_output tokens: a stop string may cut an answer before the last one that a node made."""
+    if not ranges or ranges[-1].to <= num_output:
+        return list(ranges)
+    return [structs.replace(each, to=min(each.to, num_output)) for each in ranges if each.first < num_output]
+
+
 class RouteReport(Struct):
-    """Where one choice ran."""
+    """Where one choice ran, and which weights made its tokens."""
 
     mode: str
     prefill: str | None
@@ -62,6 +84,7 @@ class RouteReport(Struct):
     transfer: str
     attempts: int | None
     timeline: Timeline | None
+    weights: list[OutputWeights] = []
     choices: list[RouteReport] | UnsetType = UNSET
 
 
@@ -414,12 +437,15 @@ def _prompt_logprobs(head: Head, piece: TextPiece) -> PromptLogprobs | UnsetType
 
 
 class ModelCard(Struct):
-    """parent: of a LoRA adapter, the model that it changes."""
+    """parent: of a LoRA adapter, the model that it changes. weights: label of the version that requests for it get;
+    left out where that is chosen.
+    """
 
     id: str
     created: int
     max_model_len: int
     parent: str | UnsetType = UNSET
+    weights: str | UnsetType = UNSET
     object: Literal["model"] = "model"
     owned_by: str = "pdcluster"
 

@@ -26,6 +26,7 @@ from pdcluster.api.tools.arguments import arguments_of
 from pdcluster.api.tools.tool_choice import Function, NamedChoice, NamedFunction, ToolDefinition
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.sampling import LEAST_REPETITION, MAX_BAD_WORDS, MAX_LOGPROBS, MOST_REPETITION
+from pdcluster.core.weights import Label
 
 MAX_STOPS = 16
 # Of one stop string. Text that begins one is held back and compared with every token.
@@ -80,6 +81,8 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Meta(ge=-10, le=10)] | None = None
     pdcluster_mode: Literal["auto", "remote", "local"] | None = None
+    weights: Label | None = None
+    weights_change: Literal["fail", "replay"] | None = None
     # without effect
     user: object = None
     metadata: object = None

@@ -6,7 +6,9 @@ that the node's card names. What a name means follows the cards:
 1. A name keeps its model while a node of it is there to stay. Otherwise nodes under that name that stay decide.
 2. While no node is known, all names keep their models: requests wait for nodes to return.
 3. A name that no card carries is gone once other cards are there.
-4. The longest request is that of the largest node.
+4. Nodes that differ in weights alone have versions of one model. Each version that a known card has is kept, the newest
+   epoch first; of equal epochs the one that was known first.
+5. The longest request of a version is that of its largest node.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
-from msgspec.structs import replace
 
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.bootstrap.card import NodeCard
@@ -29,7 +30,8 @@ from pdcluster.checkpoint.text_files import TEXT_FILES, files_digest, read_text_
 from pdcluster.core.errors import ModelError, NodeLost, Unavailable, UnknownModel
 from pdcluster.core.messages import FileChunk
 from pdcluster.kv.hashing import chain_root
-from pdcluster_router.core.generation import ModelInfo
+from pdcluster_router.cluster.versions import RolesByDigest, Version, VersionPlan, plan_of
+from pdcluster_router.core.generation import Force, ModelInfo
 from pdcluster_router.core.job import HashChain
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,13 @@ class CardSource(Protocol):
     @property
     def cards_version(self) -> int: ...
 
+    @property
+    def roles_version(self) -> int:
+        """Counts changes of what `roles_taking` says."""
+        ...
+
+    def roles_taking(self) -> RolesByDigest: ...
+
     async def wait_for_change(self, seen: int) -> None: ...
 
     async def fetch_file(self, incarnation: str, name: str, offset: int, timeout_s: float) -> FileChunk: ...
@@ -63,11 +72,19 @@ class CardSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What a name means. card: of a node of the model."""
+    """What a name means. card: of a node of the model. versions: of its weights, the newest first; never empty."""
 
-    info: ModelInfo
     text: TextModel
     card: NodeCard
+    versions: tuple[Version, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPlan:
+    """roles_version: of the nodes that it was made from."""
+
+    plan: VersionPlan
+    roles_version: int
 
 
 class ModelRegistry:
@@ -89,6 +106,10 @@ class ModelRegistry:
         # Why the text files of known cards can never be read, by name and digest.
         self._refused: dict[tuple[str, str], str] = {}
         self._infos: tuple[ModelInfo, ...] = ()
+        # All versions by name. Replaced as a whole: threads that prepare requests read it, and the plans.
+        self._versions: dict[str, tuple[ModelInfo, ...]] = {}
+        # By name, and whether the mode is local.
+        self._plans: dict[tuple[str, bool], KeptPlan] = {}
         self._has_one = asyncio.Event()
         # The version of the cards that was followed.
         self._followed = -1
@@ -104,12 +125,33 @@ class ModelRegistry:
     def text(self, model: str) -> TextModel:
         return self._find(model).text
 
-    def chain(self, model: str, salt: bytes) -> HashChain:
+    def versions(self, model: str) -> Sequence[ModelInfo]:
+        return self._versions.get(model, ())
+
+    def choose_version(self, model: str, request: str, mode: Force | None) -> ModelInfo:
+        versions = self._versions.get(model)
+        if versions is not None and len(versions) == 1:
+            return versions[0]
+        return self._plan(model, mode).choose(request)
+
+    def successor(self, model: str, digest: str, mode: Force | None) -> ModelInfo | None:
+        return self._plan(model, mode).successor(digest) if model in self._loaded else None
+
+    def _plan(self, model: str, mode: Force | None) -> VersionPlan:
+        key, plans, roles_version = (model, mode == "local"), self._plans, self._nodes.roles_version
+        kept = plans.get(key)
+        if kept is None or kept.roles_version != roles_version:
+            found = plan_of(self._find(model).versions, self._nodes.roles_taking(), is_local=key[1])
+            kept = plans[key] = KeptPlan(found, roles_version)
+        return kept.plan
+
+    def chain(self, model: str, salt: bytes, weights: str | None = None) -> HashChain:
         """Without a node, the chain of the last one: its requests may wait for the node to return."""
-        card = self._find(model).card
-        adapter = card.adapter(model)
+        found = self._find(model)
+        card, adapter = found.card, found.card.adapter(model)
         identity = "" if adapter is None else adapter.identity
-        return _chain(card.fingerprint.hash_block_tokens, salt, card.fingerprint.weights, identity)
+        weights = found.versions[0].info.weights.digest if weights is None else weights
+        return _chain(card.hash_block_tokens, salt, weights, identity)
 
     def _find(self, model: str) -> LoadedModel:
         if model in self._loaded:
@@ -147,7 +189,7 @@ class ModelRegistry:
         named, is_settled = self._named(), True
         for name, cards in named.items():
             loaded = self._loaded.get(name)
-            if loaded is None or loaded.info.digest != cards[0].model_digest(name):
+            if loaded is None or not _is_same_model(loaded.card, cards[0], name):
                 is_settled &= await self._load(name, cards)
         self._settle(named)
         if is_settled:
@@ -159,16 +201,16 @@ class ModelRegistry:
         found: dict[str, dict[str, list[tuple[NodeCard, bool]]]] = {}
         for card, stays in self._nodes.known_cards():
             for name in card.models:
-                found.setdefault(name, {}).setdefault(card.model_digest(name), []).append((card, stays))
+                found.setdefault(name, {}).setdefault(card.text_digest(name), []).append((card, stays))
         return {name: [card for card, _ in self._meant(name, models)] for name, models in found.items()}
 
     def _meant(self, name: str, models: Mapping[str, list[tuple[NodeCard, bool]]]) -> list[tuple[NodeCard, bool]]:
         loaded = self._loaded.get(name)
-        own = "" if loaded is None else loaded.info.digest
+        own = "" if loaded is None else loaded.card.text_digest(name)
         return min(models.items(), key=lambda model: (not any(stays for _, stays in model[1]), model[0] != own))[1]
 
     def _settle(self, named: Mapping[str, Sequence[NodeCard]]) -> None:
-        """Rules 2 to 4. A model whose text can never be read is not served."""
+        """Rules 2 to 5. A model whose text can never be read is not served."""
         if named:
             for name in [
                 name for name in self._loaded if name not in named or _text_of(named[name][0]) in self._refused
@@ -178,16 +220,19 @@ class ModelRegistry:
             known = {_text_of(card) for card, _ in self._nodes.known_cards()}
             self._refused = {text: why for text, why in self._refused.items() if text in known}
         for name, loaded in self._loaded.items():
-            longest = max(
-                (card.max_len for card in named.get(name, ()) if card.model_digest(name) == loaded.info.digest),
-                default=loaded.info.max_len,
-            )
-            if longest != loaded.info.max_len:
-                self._loaded[name] = LoadedModel(replace(loaded.info, max_len=longest), loaded.text, loaded.card)
+            cards = named.get(name, ())
+            if cards and _is_same_model(loaded.card, cards[0], name):
+                self._loaded[name] = LoadedModel(loaded.text, loaded.card, _versions(name, cards, loaded.versions))
         self._publish()
 
     def _publish(self) -> None:
-        self._infos = tuple(loaded.info for loaded in self._loaded.values())
+        versions = {name: tuple(each.info for each in loaded.versions) for name, loaded in self._loaded.items()}
+        for name, infos in versions.items():
+            for info in infos:
+                if len(infos) > 1 and info not in self._versions.get(name, ()):
+                    logger.info("model %s is served with weights %s, too", name, info.weights)
+        self._infos = tuple(infos[0] for infos in versions.values())
+        self._versions, self._plans = versions, {}
         if self._infos:
             self._has_one.set()
         else:
@@ -207,19 +252,7 @@ class ModelRegistry:
             if _text_of(card) in self._refused:
                 return True
             if text is not None:
-                longest, digest = max(each.max_len for each in cards), card.model_digest(name)
-                parent = "" if card.adapter(name) is None else card.model
-                info = ModelInfo(
-                    name,
-                    int(time.time()),
-                    longest,
-                    card.vocab_size,
-                    card.eos_ids,
-                    digest,
-                    embeds=card.capabilities.embeds,
-                    parent=parent,
-                )
-                self._loaded[name] = LoadedModel(info, text, card)
+                self._loaded[name] = LoadedModel(text, card, _versions(name, cards, ()))
                 self._publish()
                 logger.info("serving model %s", name)
                 return True
@@ -286,6 +319,39 @@ class ModelRegistry:
                     f"{name}: the node stopped at {len(data)} of {chunk.total_bytes} bytes; pass --tokenizer DIR "
                     "instead"
                 )
+
+
+def _is_same_model(one: NodeCard, other: NodeCard, name: str) -> bool:
+    """Whether a name means the same on both nodes, but for weights."""
+    return one.text_digest(name) == other.text_digest(name)
+
+
+def _versions(name: str, cards: Sequence[NodeCard], former: Sequence[Version]) -> tuple[Version, ...]:
+    """The versions of a model that these cards have, by rule 4. former: those known before, for their order and age."""
+    known = {each.info.digest: each.info for each in former}
+    by_digest: dict[str, list[NodeCard]] = {digest: [] for digest in known}
+    for card in cards:
+        by_digest.setdefault(card.model_digest(name), []).append(card)
+    found = [_version(name, of, known.get(digest)) for digest, of in by_digest.items() if of]
+    return tuple(sorted(found, key=lambda version: -version.info.weights.epoch))
+
+
+def _version(name: str, cards: Sequence[NodeCard], former: ModelInfo | None) -> Version:
+    """cards: of one digest. Its label, epoch and share are those of its newest card, and of these the least share."""
+    newest = max(cards, key=lambda card: card.weights_epoch)
+    info = ModelInfo(
+        name,
+        int(time.time()) if former is None else former.created,
+        max(card.max_len for card in cards),
+        newest.vocab_size,
+        newest.eos_ids,
+        newest.model_digest(name),
+        embeds=newest.capabilities.embeds,
+        parent="" if newest.adapter(name) is None else newest.model,
+        weights=newest.weights_version,
+        text=newest.text_digest(name),
+    )
+    return Version(info, min(card.weights_share for card in cards if card.weights_epoch == newest.weights_epoch))
 
 
 def _text_of(card: NodeCard) -> tuple[str, str]:

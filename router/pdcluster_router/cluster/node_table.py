@@ -42,6 +42,7 @@ from pdcluster.core.messages import (
     Refused,
     Reserve,
     Reserved,
+    Role,
     Scheduled,
     Tokens,
     WeightsManaged,
@@ -94,6 +95,8 @@ class NodeState:
     is_cordoned: bool = False
     # From the last report.
     cost: NodeCost | None = None
+    # The role that it takes work in; None while it takes none.
+    taking: Role | None = None
     redial_at: float = 0.0
     # False: the bootstrap no longer lists it, but its link still stands.
     is_listed: bool = True
@@ -101,6 +104,13 @@ class NodeState:
     @property
     def is_up(self) -> bool:
         return self.link is not None and self.link.state is LinkState.UP
+
+    def role_taking(self) -> Role | None:
+        """The role that it takes work in, as `NodeView.accepts_work` has it."""
+        load = self.load
+        if load is None or self.is_cordoned or load.draining or load.stuck:
+            return None
+        return load.role or self.card.role
 
 
 class ViewUpkeep:
@@ -228,6 +238,8 @@ class NodeTable:
         self.version = 0
         # Counts changes of cards and links, which are few among those of `version`.
         self.cards_version = 0
+        # Counts those, and changes of the roles that nodes take work in.
+        self.roles_version = 0
         self.events = events or EventLog()
         self.unmatched: Counter[str] = Counter()
         # Works whose block hashes a node did not believe.
@@ -288,7 +300,7 @@ class NodeTable:
             if not state.is_listed and (not state.is_up or state.card.node in replaced):
                 self._drop(incarnation, "it left the cluster")
         self._dial()
-        self.cards_version += 1
+        self._note_cards()
         self._notify()
 
     def _compatible(self, cards: Sequence[NodeCard]) -> list[NodeCard]:
@@ -320,6 +332,10 @@ class NodeTable:
             self._changed.clear()
             await self._changed.wait()
 
+    def _note_cards(self) -> None:
+        self.cards_version += 1
+        self.roles_version += 1
+
     def _notify(self) -> None:
         self.version += 1
         self._changed.set()
@@ -348,7 +364,7 @@ class NodeTable:
 
     def _on_state(self, incarnation: str, link_state: LinkState) -> None:
         self._upkeep.note_change()
-        self.cards_version += 1
+        self._note_cards()
         state = self._nodes.get(incarnation)
         if state is None or state.link is None:
             return
@@ -356,7 +372,8 @@ class NodeTable:
             reason, link, state.link = state.link.lost_because, state.link, None
             link.close()
             logger.warning("node %s is lost: %s", state.card.node, reason)
-            state.load = state.cost = None
+            state.load = state.cost = state.taking = None
+            self.roles_version += 1
             state.redial_at = self._now() + REDIAL_S
             self._lose(incarnation, reason)
             self.events.add("node-lost", state.card.node, reason)
@@ -433,6 +450,10 @@ class NodeTable:
             state.cost = NodeCost.of(message.cost) if message.cost is not None else None
         self._upkeep.note_report(incarnation, is_first=former is None, has_cost=has_cost)
         state.load = message
+        role = state.role_taking()
+        if role != state.taking:
+            state.taking = role
+            self.roles_version += 1
         self.ledger.pending.reported(incarnation, message.seen)
         if self.caches.is_overdue(incarnation, self._now()):
             self._ask_cache(state)
@@ -506,6 +527,15 @@ class NodeTable:
     def known_cards(self) -> list[tuple[NodeCard, bool]]:
         """The same, and whether the node is there to stay: the bootstrap lists it, and it does not drain."""
         return [(state.card, state.is_listed and not state.card.draining) for state in self._nodes.values()]
+
+    def roles_taking(self) -> dict[str, set[Role]]:
+        """Roles of the reachable nodes that take work, by the digests of their models. Safe in any thread."""
+        found: dict[str, set[Role]] = {}
+        for state in list(self._nodes.values()):
+            if state.taking is not None and state.is_up:
+                for digest in state.models:
+                    found.setdefault(digest, set()).add(state.taking)
+        return found
 
     def cards(self) -> Iterator[NodeCard]:
         """Cards of the reachable nodes, in the order they came.

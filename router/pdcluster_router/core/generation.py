@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
+from pdcluster.api.openai.replies import OutputWeights as OutputWeights
 from pdcluster.api.openai.replies import Timeline as Timeline
 from pdcluster.api.text.choice_text import ENTRY_BYTES, PIECE_BYTES
 from pdcluster.core.messages import FinishReason, Pooling, Sampling, TokenLogprobs
+from pdcluster.core.weights import WeightsVersion
 
 if TYPE_CHECKING:
     from pdcluster.api.text.model_text import TextModel
@@ -33,6 +35,11 @@ if TYPE_CHECKING:
 
 Mode = Literal["remote", "local"]
 Force = Literal["auto", "remote", "local"]
+# What becomes of a request whose version of the weights no node has any more: it ends with an error, or what it has is
+# replayed under the newest version.
+WeightsChange = Literal["fail", "replay"]
+# abort: the router ended it with what it had.
+EndReason = FinishReason | Literal["abort"]
 HangUp = Callable[[], None]
 # Takes tokens that only continue a stream, and their position. False: not taken, they come as a TokenChunk.
 TakeTokens = Callable[[int, tuple[int, ...]], bool]
@@ -48,15 +55,16 @@ class TenantPriority(msgspec.Struct, frozen=True):
 
 
 ANYBODY = TenantPriority()
+BASE_WEIGHTS = WeightsVersion()
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """A model that some node serves."""
+    """A model that some node serves, under one version of its weights."""
 
     id: str
     # Unix seconds.
     created: int
-    # Prompt and output tokens together, on the largest node.
+    # Prompt and output tokens together, on the largest node of these weights.
     max_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -66,6 +74,9 @@ class ModelInfo(msgspec.Struct, frozen=True):
     embeds: bool = False
     # Of a LoRA adapter, the name of the model that it changes; "" for a model.
     parent: str = ""
+    weights: WeightsVersion = BASE_WEIGHTS
+    # What the name means but for weights, equal for all versions of a model (NodeCard.text_digest).
+    text: str = ""
 
     @property
     def adapter(self) -> str:
@@ -107,6 +118,8 @@ class Generation(msgspec.Struct, frozen=True):
     is_open_ended: bool = False
     # An embedding is wanted, and no token: no chunk comes, and `Done` has the vector. Its mode is local.
     pooling: Pooling | None = None
+    # None: as the router's setting says.
+    weights_change: WeightsChange | None = None
 
 
 class RequestRoute(msgspec.Struct, frozen=True):
@@ -144,7 +157,7 @@ class TokenChunk(msgspec.Struct, frozen=True):
 class Done(msgspec.Struct, frozen=True):
     """The end of a generation without an error."""
 
-    reason: FinishReason
+    reason: EndReason
     # The id that ended it, if one did. It is among the emitted tokens.
     stop_token: int | None
     cached_tokens: int
@@ -153,6 +166,8 @@ class Done(msgspec.Struct, frozen=True):
     timeline: Timeline
     # Of an embedding: packed little-endian float32.
     vector: bytes = b""
+    # Which weights made which output tokens; empty where nobody knows, or without a token.
+    weights: tuple[OutputWeights, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -213,7 +228,15 @@ class Dispatcher(Protocol):
         ...
 
     def models(self) -> Sequence[ModelInfo]:
-        """Empty while no node is known."""
+        """Of each name the newest version. Empty while no node is known."""
+        ...
+
+    def versions(self, model: str) -> Sequence[ModelInfo]:
+        """All versions of a model's weights that nodes have, the newest first; empty for an unknown name."""
+        ...
+
+    def choose_version(self, model: str, request: str, mode: Force | None) -> ModelInfo:
+        """The version for an API request that names none. Safe in any thread."""
         ...
 
     def text(self, model: str) -> TextModel:

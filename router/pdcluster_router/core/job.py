@@ -14,7 +14,7 @@ import msgspec
 from pdcluster.core import errors
 from pdcluster.core.messages import HASH_BYTES, FinishReason, Pooling, Sampling, Work, pack_tokens
 from pdcluster.kv.hashing import extend
-from pdcluster_router.core.generation import Force
+from pdcluster_router.core.generation import Force, ModelInfo, OutputWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,10 @@ class Job(msgspec.Struct, eq=False):
     second_token_at: float | None = None
     # An embedding is wanted, and no token.
     pooling: Pooling | None = None
+    # The version of its model that it runs with; None where nobody says. Its digest is `model`.
+    served: ModelInfo | None = None
+    # Which weights made tokens before that; empty while there was one version.
+    past_weights: list[OutputWeights] = []
 
     def work(self, attempt: int, now: float, num_emitted: int) -> Work:
         """The request as nodes receive it: the prompt and the first num_emitted tokens behind it."""
@@ -125,6 +129,27 @@ class Job(msgspec.Struct, eq=False):
             self.model,
             self.adapter,
         )
+
+    def move_to(self, served: ModelInfo, chain: HashChain) -> None:
+        """Go on with another version of the weights, from the prompt and all tokens so far. No attempt may run."""
+        former, past = self.served, self.past_weights
+        first, num_output = past[-1].to if past else 0, len(self.emitted)
+        if former is not None and first < num_output:
+            past.append(OutputWeights.of(former.weights, first, num_output))
+        if past and past[-1].digest == served.weights.digest:
+            past.pop()  # back to the version before, which goes on
+        self.served, self.model, self.chain = served, served.digest, chain
+        self.hashes, self.num_hashed = b"", -1
+        self.fork_of = self.fork_on = None
+        self.excluded.clear()
+
+    def weights_ranges(self, num_output: int) -> tuple[OutputWeights, ...]:
+        """Which weights made the first num_output tokens."""
+        past, served = self.past_weights, self.served
+        first = past[-1].to if past else 0
+        if served is None or first >= num_output:
+            return tuple(past)
+        return (*past, OutputWeights.of(served.weights, first, num_output))
 
     def hashes_so_far(self) -> bytes:
         """Hashes of the prompt and all emitted tokens."""

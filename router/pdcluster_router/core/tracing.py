@@ -11,7 +11,6 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable
 
-from pdcluster.core.messages import FinishReason
 from pdcluster.core.trace_context import SPAN_BYTES, TRACE_BYTES, TraceContext, parse
 from pdcluster.telemetry.tracing import Attribute, SpanSink, TracedSpan
 
@@ -101,7 +100,7 @@ class RequestTrace:
         """What the front door knows."""
         self._attributes |= attributes
 
-    def note_end(self, reason: FinishReason, num_output: int) -> None:
+    def note_end(self, reason: str, num_output: int) -> None:
         """A choice ended well."""
         self._finish_reasons.append(reason)
         self._num_output += num_output

@@ -30,7 +30,7 @@ from pdcluster_router.policy.base import Decision, DecisionRecord, ShadowRecord
 from pdcluster_router.prefix_index.ideal_cache import IdealCache
 
 # Bytes of a request that is kept, of its end, of a decision beside its candidates, and of a listed candidate.
-RECORD_BYTES, DONE_BYTES, DECISION_BYTES, CANDIDATE_BYTES = 1000, 700, 500, 500
+RECORD_BYTES, DONE_BYTES, DECISION_BYTES, CANDIDATE_BYTES = 1000, 850, 500, 500
 
 # Decisions kept of one request: the first ones and the last. A request that is refused for a minute has a thousand.
 MAX_DECISIONS = 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pdcluster_router.core.generation import Done, Timeline
+from pdcluster_router.core.generation import Done, OutputWeights, Timeline
 from pdcluster_router.policy.base import DecisionRecord, ShadowRecord
 from pdcluster_router.policy.candidates import Candidate
 
@@ -90,13 +90,14 @@ class RequestOutcome(msgspec.Struct, frozen=True):
     cached_tokens: int
     output_tokens: int
     timeline: Timeline
+    weights: tuple[OutputWeights, ...] = ()
 
 
 def outcome_of(done: Done, num_output: int) -> RequestOutcome:
     route = done.route
     return RequestOutcome(
         done.reason, route.mode, route.prefill, route.decode, route.backend, done.attempts, done.cached_tokens,
-        num_output, done.timeline,
+        num_output, done.timeline, done.weights,
     )  # fmt: skip
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pdcluster.telemetry.log import requests
+from pdcluster_router.core.generation import OutputWeights
 from pdcluster_router.explain.recorder import Record
 from pdcluster_router.policy.base import DecisionRecord
 
@@ -15,8 +18,10 @@ def log_placed(record: Record, attempt: int, decision: DecisionRecord) -> None:
     )  # fmt: skip
 
 
-def log_ended(record: Record, num_output: int, error: str | None, why: str) -> None:
-    """error: code of the error that it ended with; None for a good end."""
+def log_ended(
+    record: Record, num_output: int, error: str | None, why: str, weights: Sequence[OutputWeights] = ()
+) -> None:
+    """error: code of the error that it ended with; None for a good end. weights: that made its tokens."""
     done = record.done
     seconds = (
         {} if done is None else {name: getattr(done.timeline, name) for name in ("ttft_s", "prefill_s", "decode_s")}
@@ -26,5 +31,6 @@ def log_ended(record: Record, num_output: int, error: str | None, why: str) -> N
         "a request ended",
         request=record.request, client_id=record.client_id or None, trace=record.trace or None,
         tenant=record.tenant or None, error=error, why=why if done is None else done.reason, tokens=num_output,
-        cached=None if done is None else done.cached_tokens, **times,
+        cached=None if done is None else done.cached_tokens,
+        weights=",".join(f"{each.label}:{each.first}-{each.to}" for each in weights) or None, **times,
     )  # fmt: skip

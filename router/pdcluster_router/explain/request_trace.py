@@ -48,8 +48,8 @@ class ChoiceTrace:
         trace.note(_attributes_of(generation))
         return cls(trace, generation.request, began)
 
-    def placed(self, decision: DecisionRecord, asked: float, now: float) -> bytes:
-        """An attempt begins. Returns its context for nodes."""
+    def placed(self, decision: DecisionRecord, asked: float, now: float, weights: str = "") -> bytes:
+        """An attempt begins. Returns its context for nodes. weights: label of those it runs with."""
         if now - asked >= WAIT_S:
             self._queued(asked, now)
         self._num_attempts += 1
@@ -61,6 +61,8 @@ class ChoiceTrace:
             "pdcluster.policy": decision.policy,
             "pdcluster.decode": decision.decode,
         }
+        if weights:
+            attributes["pdcluster.weights"] = weights
         if decision.prefill is not None:
             attributes["pdcluster.prefill"] = decision.prefill
         self._attempt = AttemptTrace(self._num_attempts, context, now, attributes, self._last)

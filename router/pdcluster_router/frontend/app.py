@@ -47,6 +47,7 @@ from pdcluster_router.frontend.prepare import (
     find_model,
     is_long,
     mode_of,
+    named_versions,
     prepare_chat,
     prepare_completion,
     tokenize,
@@ -512,21 +513,23 @@ class App:
 
     def _models(self, exchange: Exchange) -> None:
         self._places.identify(exchange.header(AUTHORIZATION))
-        reply = ModelList([_card(model) for model in self._dispatcher.models()])
+        reply = ModelList([_card(model, name) for model, name in named_versions(self._dispatcher)])
         exchange.reply(200, msgspec.json.encode(reply))
 
     def _model(self, exchange: Exchange) -> None:
         self._places.identify(exchange.header(AUTHORIZATION))
-        model = find_model(self._dispatcher, unquote(exchange.path.removeprefix(MODELS_PREFIX)))
-        exchange.reply(200, msgspec.json.encode(_card(model.info)))
+        name = unquote(exchange.path.removeprefix(MODELS_PREFIX))
+        exchange.reply(200, msgspec.json.encode(_card(find_model(self._dispatcher, name).info, name)))
 
 
 def _expose(exchange: Exchange, body: bytes) -> None:
     exchange.reply(200, body, b"content-type: %b\r\n" % CONTENT_TYPE_LATEST.encode())
 
 
-def _card(model: ModelInfo) -> ModelCard:
-    return ModelCard(model.id, model.created, model.max_len, model.parent or UNSET)
+def _card(model: ModelInfo, name: str) -> ModelCard:
+    """name: that requests use, perhaps with a label of weights."""
+    weights = UNSET if name == model.id else model.weights.label
+    return ModelCard(name, model.created, model.max_len, model.parent or UNSET, weights)
 
 
 def _check_media_type(exchange: Exchange) -> None:

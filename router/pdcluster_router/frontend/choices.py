@@ -24,6 +24,7 @@ from pdcluster_router.core.generation import (
     Dispatcher,
     Done,
     Generation,
+    OutputWeights,
     RequestRoute,
     Running,
     TakeTokens,
@@ -32,7 +33,7 @@ from pdcluster_router.core.generation import (
 )
 from pdcluster_router.request.stream import Unread
 
-FINISH_REASONS = {"stop": "stop", "eos": "stop", "length": "length"}
+FINISH_REASONS = {"stop": "stop", "eos": "stop", "length": "length", "abort": "abort"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,8 @@ class OutputChoice(msgspec.Struct):
     cached_tokens: int | None = None
     attempts: int | None = None
     timeline: Timeline | None = None
+    # Which weights made its tokens. Known at the end.
+    weights: Sequence[OutputWeights] = ()
     finish: str | None = None
     # False: only the prompt is reported. The token that a node makes is dropped.
     generates: bool = True
@@ -299,15 +302,17 @@ def _of_prompt(token_ids: Sequence[int], most: int, logprobs: Sequence[TokenLogp
 
 def _finished(choice: OutputChoice, done: Done) -> TextPiece:
     piece = TextPiece()
-    if choice.route is None:
+    if choice.route is None and done.reason != "abort":
         raise IntegrityError(f"the generation of {choice.generation.request} ended without a first token")
     choice.route = done.route
     choice.cached_tokens = done.cached_tokens
     choice.attempts = done.attempts
     choice.timeline = _with_clock(done.timeline, choice.clock)
+    choice.weights = done.weights
     if choice.kept:
         piece.text = choice.text.whole(choice.kept)
-    _finish(choice, piece, FINISH_REASONS[done.reason] if choice.generates else "length")
+    is_told = choice.generates or done.reason == "abort"
+    _finish(choice, piece, FINISH_REASONS[done.reason] if is_told else "length")
     return piece
 
 
@@ -321,7 +326,7 @@ def _with_clock(timeline: Timeline, clock: Clock) -> Timeline:
 
 
 def _finish(choice: OutputChoice, piece: TextPiece, reason: str) -> None:
-    choice.text.finish(piece, is_cut=reason == "length")
+    choice.text.finish(piece, is_cut=reason in ("length", "abort"))
     choice.finish = "stop" if choice.text.stopped else reason
     if choice.finish == "stop" and choice.text.num_calls:
         choice.finish = "tool_calls"

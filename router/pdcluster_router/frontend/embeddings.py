@@ -24,8 +24,15 @@ from pdcluster.core.errors import BadRequest
 from pdcluster.core.messages import Pooling
 from pdcluster.core.sampling import Sampling
 from pdcluster.telemetry.metrics import RouterMetrics
-from pdcluster_router.core.generation import Dispatcher, Done, Generation, Running, TokenChunk
-from pdcluster_router.frontend.prepare import PART_CHARACTERS, ServedModel, Terms, encode_prompt, find_model
+from pdcluster_router.core.generation import Dispatcher, Done, Generation, Running, TokenChunk, WeightsChange
+from pdcluster_router.frontend.prepare import (
+    PART_CHARACTERS,
+    ServedModel,
+    Terms,
+    VersionAsked,
+    encode_prompt,
+    find_model,
+)
 from pdcluster_router.frontend.response import named_headers
 from pdcluster_router.http.errors import ClientLeft, fail
 from pdcluster_router.http.exchange import JSON, Exchange
@@ -46,6 +53,7 @@ class PreparedEmbeddings(msgspec.Struct, frozen=True):
     terms: Terms
     salt: bytes
     priority: int | None
+    weights_change: WeightsChange | None = None
 
     def generation(self, index: int) -> Generation:
         terms = self.terms
@@ -62,6 +70,7 @@ class PreparedEmbeddings(msgspec.Struct, frozen=True):
             trace=terms.trace,
             served=self.model.info,
             pooling=self.pooling,
+            weights_change=self.weights_change,
         )
 
 
@@ -76,7 +85,8 @@ def prepare_embeddings(request: EmbeddingRequest, dispatcher: Dispatcher, terms:
         raise BadRequest(
             "x-pdcluster-mode is remote, but one node makes an embedding; leave it out", "x-pdcluster-mode"
         )
-    model = find_model(dispatcher, request.model, embeds=True)
+    asked = VersionAsked(terms.request_id, request.weights, "local")
+    model = find_model(dispatcher, request.model, embeds=True, asked=asked)
     terms.tenant.standing(request.priority)  # it may be too urgent for the key
     given = inputs_of(request)
     names = ["input"] if len(given) == 1 else [f"input[{index}]" for index in range(len(given))]
@@ -89,7 +99,7 @@ def prepare_embeddings(request: EmbeddingRequest, dispatcher: Dispatcher, terms:
     salt = tenant.cache_salt(request.cache_salt) if request.cache_salt else tenant.salt
     return PreparedEmbeddings(
         model, inputs, request.encoding_format or "float", Pooling(request.dimensions or 0), terms, salt,
-        request.priority,
+        request.priority, request.weights_change,
     )  # fmt: skip
 
 

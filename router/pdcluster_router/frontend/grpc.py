@@ -49,6 +49,7 @@ from pdcluster_router.frontend.prepare import (
     find_model,
     is_long,
     mode_of,
+    named_versions,
     prepare_chat,
     prepare_completion,
 )
@@ -191,7 +192,7 @@ class Inference(stubs.InferenceServicer):
             await self._fail(context, error)
         self._metrics.grpc_requests.labels("ListModels", grpc.StatusCode.OK.name).inc()
         return convert.models_to_proto(
-            [(model.id, model.created, model.max_len, model.vocab_size) for model in self._dispatcher.models()]
+            [(name, model.created, model.max_len, model.vocab_size) for model, name in named_versions(self._dispatcher)]
         )
 
     def _trace(

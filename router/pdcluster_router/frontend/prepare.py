@@ -137,9 +137,29 @@ def mode_of(given: str | None) -> Force | None:
     raise BadRequest(f"x-pdcluster-mode is {given[:100]!r}; it must be auto, remote or local", "x-pdcluster-mode")
 
 
-def find_model(dispatcher: Dispatcher, name: str | None, *, embeds: bool | None = None) -> ServedModel:
+class VersionAsked(msgspec.Struct, frozen=True):
+    """What decides which version of a model's weights a request gets.
+
+    request: id of the API request. label: that its body asks for; None for none.
+    """
+
+    request: str
+    label: str | None = None
+    mode: Force | None = None
+
+
+def version_asked(request: requests.Common, terms: Terms) -> VersionAsked:
+    return VersionAsked(terms.request_id, request.weights, request.pdcluster_mode or terms.mode)
+
+
+def find_model(
+    dispatcher: Dispatcher, name: str | None, *, embeds: bool | None = None, asked: VersionAsked | None = None
+) -> ServedModel:
     """The model's info and text. name None: the only model, whatever its names and adapters. embeds: raise BadRequest
-    for one that does not, or does where it shall generate; None: either will do.
+    for one that does not, or does where it shall generate; None: either will do. asked: None: the newest weights will
+    do.
+
+    A name may end in @ and a label of weights.
     """
     models = dispatcher.models()
     if not models:
@@ -149,13 +169,47 @@ def find_model(dispatcher: Dispatcher, name: str | None, *, embeds: bool | None 
     for info in models:
         if info.id == name or (name is None and not info.parent):
             _check_kind(info, embeds=info.embeds if embeds is None else embeds)
-            return ServedModel(info, dispatcher.text(info.id))
+            text = dispatcher.text(info.id)
+            return ServedModel(info if asked is None else _version(dispatcher, info.id, asked), text)
+    base, at, label = (name or "").rpartition("@")
+    if at and any(info.id == base for info in models):
+        if asked is not None and asked.label not in (None, label):
+            raise BadRequest(f"weights is {asked.label}, and model {name!r} asks for others; send one", "weights")
+        found = find_model(dispatcher, base, embeds=embeds)
+        return ServedModel(_labelled(dispatcher, base, label, "model"), found.text)
     known = [model.id for model in models]
     raise UnknownModel(
         f"model {name[:200] if name else name!r} is not served here{closest(name or '', known)}; served: "
         f"{', '.join(known)}",
         "model",
     )
+
+
+def named_versions(dispatcher: Dispatcher) -> list[tuple[ModelInfo, str]]:
+    """The models with all names that requests may use: model, and model@label where it has several versions."""
+    found = []
+    for model in dispatcher.models():
+        found.append((model, model.id))
+        versions = dispatcher.versions(model.id)
+        if len(versions) > 1:
+            found += [(info, f"{info.id}@{info.weights.label}") for info in versions]
+    return found
+
+
+def _version(dispatcher: Dispatcher, model: str, asked: VersionAsked) -> ModelInfo:
+    if asked.label is not None:
+        return _labelled(dispatcher, model, asked.label, "weights")
+    return dispatcher.choose_version(model, asked.request, asked.mode)
+
+
+def _labelled(dispatcher: Dispatcher, model: str, label: str, param: str) -> ModelInfo:
+    """The version of that label. Raises UnknownModel."""
+    versions = dispatcher.versions(model)
+    for info in versions:
+        if info.weights.label == label:
+            return info
+    known = ", ".join(info.weights.label for info in versions)
+    raise UnknownModel(f"model {model!r} is not served here with weights {label[:100]!r}; there are: {known}", param)
 
 
 def _check_kind(info: ModelInfo, *, embeds: bool) -> None:
@@ -246,7 +300,7 @@ def prepare_chat(
     request: requests.ChatRequest, dispatcher: Dispatcher, terms: Terms, bounds: Bounds = PATIENT
 ) -> Prepared:
     """bounds: BRIEF in the event loop. Then it raises TakesLong where the template needs a thread."""
-    model = find_model(dispatcher, request.model, embeds=False)
+    model = find_model(dispatcher, request.model, embeds=False, asked=version_asked(request, terms))
     kwargs = requests.template_kwargs_of(request)
     marking = marking_of(model.text)
     offer = offered(request, marking)
@@ -268,7 +322,7 @@ def prepare_chat(
 
 
 def prepare_completion(request: requests.CompletionRequest, dispatcher: Dispatcher, terms: Terms) -> Prepared:
-    model = find_model(dispatcher, request.model, embeds=False)
+    model = find_model(dispatcher, request.model, embeds=False, asked=version_asked(request, terms))
     build = _Builder(request, model, terms, at_start=False)
     given = requests.prompts_of(request)
     build.check_number(len(given))
@@ -528,6 +582,8 @@ class _Builder:
             terms.trace,
             model.info,
             self.is_open_ended,
+            None,
+            request.weights_change,
         )
         skip = request.skip_special_tokens is not False
         echo = None if prompt.echo is None else self._echo(prompt, skip, sampling.logprobs)

@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from pdcluster.api import sse
-from pdcluster.api.openai.replies import PromptTokensDetails, RouteReport, TokenUsage
+from pdcluster.api.openai.replies import PromptTokensDetails, RouteReport, TokenUsage, ranges_within
 from pdcluster.api.text.choice_text import TextPiece
 from pdcluster.core.errors import Cancelled, PdclusterError
 from pdcluster.telemetry.metrics import RouterMetrics
@@ -394,7 +394,10 @@ def _report(choices: Sequence[OutputChoice]) -> RouteReport:
 def route_report(choice: OutputChoice) -> RouteReport:
     route = choice.route
     assert route is not None  # set before a choice's last piece
-    return RouteReport(route.mode, route.prefill, route.decode, route.backend, choice.attempts, choice.timeline)
+    weights = ranges_within(choice.weights, choice.text.num_tokens)
+    return RouteReport(
+        route.mode, route.prefill, route.decode, route.backend, choice.attempts, choice.timeline, weights
+    )
 
 
 # ---------------------------------------------------------------- metrics

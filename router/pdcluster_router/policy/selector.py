@@ -170,6 +170,11 @@ class PolicySelector:
         self._lost = CachePressure()
 
     @property
+    def force(self) -> Force:
+        """The router's own mode."""
+        return self._force
+
+    @property
     def usual_output(self) -> float:
         """Tokens of an answer, as lately."""
         return self._usual_output

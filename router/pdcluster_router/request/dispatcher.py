@@ -17,7 +17,7 @@ from pdcluster.bootstrap.demand import RouterDemand
 from pdcluster.core import errors
 from pdcluster.telemetry.metrics import ExplainMetrics, HoldMetrics
 from pdcluster_router.cluster.legs import ClusterLinks
-from pdcluster_router.core.generation import Done, Generation, ModelInfo, Readiness, Running, Sink, TokenChunk
+from pdcluster_router.core.generation import Done, Force, Generation, ModelInfo, Readiness, Running, Sink, TokenChunk
 from pdcluster_router.explain.recorder import Explainer
 from pdcluster_router.policy.selector import PolicySelector
 from pdcluster_router.queueing.gate import Gate
@@ -73,6 +73,12 @@ class Dispatch:
     def models(self) -> Sequence[ModelInfo]:
         return self.shared.models.models()
 
+    def versions(self, model: str) -> Sequence[ModelInfo]:
+        return self.shared.models.versions(model)
+
+    def choose_version(self, model: str, request: str, mode: Force | None) -> ModelInfo:
+        return self.shared.models.choose_version(model, request, mode or self.shared.selector.force)
+
     def text(self, model: str) -> TextModel:
         return self.shared.models.text(model)
 
@@ -116,6 +122,16 @@ class Dispatch:
             return RefusedRequest()
         request.start()
         return request
+
+    def abort_all(self) -> int:
+        """End all open requests with the tokens they have, by finish_reason abort. Returns how many.
+
+        Embeddings have nothing yet and end with an error.
+        """
+        entries = self.open.all()
+        for entry in reversed(entries):  # forks before their parents, whose end would place them
+            entry.abort()
+        return len(entries)
 
     def generate(self, generation: Generation) -> AsyncGenerator[TokenChunk | Done, None]:
         """The same as a stream of events."""

@@ -17,7 +17,7 @@ class OpenRequest:
     """One choice of a request, as it is now.
 
     started: on the dispatcher's clock.
-    end: answers the request with this error, unless it has an answer.
+    end: answers the request with this error, unless it has an answer. abort: answers it with the tokens it has.
     num_output: tokens sent so far. Nodes are named once chosen.
     placed_at, first_token_at: when its nodes were chosen last, and its first token; None until then.
     """
@@ -27,6 +27,7 @@ class OpenRequest:
     num_prompt: int
     started: float
     end: Callable[[Cancelled], None]
+    abort: Callable[[], None] = lambda: None
     attempts: int = 0
     mode: Mode | None = None
     prefill: str | None = None

@@ -15,7 +15,7 @@ from pdcluster_router.policy.base import Decision
 from pdcluster_router.queueing.admission import check_fits
 from pdcluster_router.queueing.demand import unplaced
 from pdcluster_router.queueing.fairness import QueuedRequest
-from pdcluster_router.request.shared import Shared, check_model, longest_of
+from pdcluster_router.request.shared import Shared, check_model, check_weights, longest_of
 
 log = Log("request")
 
@@ -73,8 +73,11 @@ class Placement:
             decision = decision or shared.selector.choose(job, now, others)
             self._record.consider(decision, now)
             return decision
-        except errors.Unavailable:
+        except errors.Unavailable as cause:
             check_model(shared.models, self._generation)
+            if isinstance(cause, errors.NoNodeTakesWork) and self._changes_weights():
+                return self.decide(now, others)
+            check_weights(shared.models, self._generation, job)
             longest = longest_of(shared, self._generation, job)
             if job.emitted and job.most_tokens > longest > 0:
                 job.most_tokens = 0  # the larger nodes left; the rest goes as far as nodes take it
@@ -88,6 +91,25 @@ class Placement:
             raise errors.PdclusterError(
                 f"internal error: the routing policy failed ({type(error).__name__}); see the router's log"
             ) from error
+
+    def _changes_weights(self) -> bool:
+        """Move a request that may go on under other weights to the newest version, where no node takes it under its
+        own. Whether it moved.
+        """
+        job, generation, shared = self._job, self._generation, self._shared
+        served = job.served
+        if served is None or (generation.weights_change or shared.settings.weights_change) != "replay":
+            return False
+        mode = job.force or shared.selector.force
+        found = shared.models.successor(generation.model, served.digest, mode)
+        if found is None or len(job.prompt) + len(job.emitted) >= found.max_len:
+            return False
+        log.info(
+            "a request goes on with other weights", request=job.request, former=str(served.weights),
+            weights=str(found.weights), tokens=len(job.emitted),
+        )  # fmt: skip
+        job.move_to(found, shared.models.chain(generation.model, generation.salt, found.weights.digest))
+        return True
 
     def _park(self, cause: errors.Unavailable, now: float, answer: Answer) -> None:
         """No node takes it now. Its work counts as demand all the same."""

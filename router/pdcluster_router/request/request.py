@@ -20,7 +20,7 @@ from pdcluster.core import errors
 from pdcluster.core.messages import Finished, TokenRow
 from pdcluster.telemetry.log import Log, requests
 from pdcluster_router.cluster.legs import Body, FastTokenPath
-from pdcluster_router.core.generation import Done, Generation, Sink, Timeline, TokenChunk
+from pdcluster_router.core.generation import Done, Generation, RequestRoute, Sink, Timeline, TokenChunk
 from pdcluster_router.core.job import Job, RetryAttempt
 from pdcluster_router.explain.recorder import Record
 from pdcluster_router.explain.request_log import log_ended, log_placed
@@ -44,6 +44,8 @@ def ignore(chunk: TokenChunk) -> None:
     """Take tokens that nobody waits for."""
 
 
+# Of a request that ended before it had nodes.
+NO_ROUTE = RequestRoute("local", None, None, "")
 # Errors that say that no node takes a request.
 NO_ROOM = (errors.Unavailable, errors.Overloaded, errors.ContextTooLong)
 
@@ -143,6 +145,18 @@ class Request(Timed):
         code = error.code if isinstance(error, errors.PdclusterError) else "internal"
         self._close(code, str(error), partial(self.sink.on_error, error))
 
+    def abort(self) -> None:
+        """End it with the tokens it has, which may be none. An embedding has nothing, and fails."""
+        attempt, job = self.attempt, self.job
+        if self.state is R.ENDED:
+            return
+        if job.pooling is not None:
+            self.fail(errors.Cancelled(f"request {job.request} was aborted"))
+        elif attempt is not None and attempt.finished is not None and attempt.is_complete:
+            self._finish(attempt, attempt.finished)
+        else:
+            self._end_well(self._aborted(), len(job.emitted), "aborted")
+
     def ring(self) -> None:
         """The timer rings: look at the clocks."""
         self.drop_timer(self.shared.timers)
@@ -237,7 +251,8 @@ class Request(Timed):
         placement.num_placed += 1
         job.tries, now = self.attempts, shared.clock()
         if self.trace is not None:
-            job.trace = self.trace.placed(decision.record, asked, now)
+            label = "" if job.served is None else job.served.weights.label
+            job.trace = self.trace.placed(decision.record, asked, now, label)
         if requests.is_on():
             log_placed(self.record, placement.num_placed, decision.record)
         emit = self._emit if self.generation.leads else self.sink.on_chunk
@@ -285,7 +300,8 @@ class Request(Timed):
     def _listed(self) -> OpenRequest:
         """For operators."""
         job, attempt = self.job, self.attempt
-        listed = OpenRequest(job.request, self.generation.model, len(job.prompt), self.started, self.fail)
+        model, num_prompt = self.generation.model, len(job.prompt)
+        listed = OpenRequest(job.request, model, num_prompt, self.started, self.fail, self.abort)
         if attempt is None:
             return listed
         decision = attempt.decision
@@ -299,7 +315,8 @@ class Request(Timed):
 
     def _ending(self, attempt: Attempt) -> Finished | None:
         """The last message that a lost node did not send, when its tokens came before it."""
-        job, info = self.job, served_now(self.shared.models, self.generation) or self.generation.served
+        job = self.job
+        info = served_now(self.shared.models, self.generation, job) or job.served
         ending = job.ending(info.eos_token_ids, info.max_len) if info is not None else job.ending((), None)
         if ending is None:
             return None
@@ -335,13 +352,25 @@ class Request(Timed):
         return num_output > 0 and (num_output == self.cut_at or len(self.job.prompt) + num_output >= longest > 0)
 
     def _finish(self, attempt: Attempt, finished: Finished) -> None:
-        num_output = finished.num_output
-        done = self._done(attempt, finished)
+        self._end_well(self._done(attempt, finished), finished.num_output, "done")
+
+    def _end_well(self, done: Done, num_output: int, reason: str) -> None:
         self.record.done = structs.replace(done, vector=b"") if done.vector else done
         self.record.num_output = num_output
         if self.trace is not None:
             self.trace.done(done, num_output, self.shared.clock())
-        self._close(None, "done", partial(self.sink.on_done, done))
+        self._close(None, reason, partial(self.sink.on_done, done))
+
+    def _aborted(self) -> Done:
+        """Its end by force. Its timeline has what the router saw."""
+        job, attempt, started = self.job, self.attempt, self.started
+        route = NO_ROUTE if attempt is None else attempt.route()
+        first_s = None if job.first_token_at is None else job.first_token_at - started
+        second_s = None if job.second_token_at is None else job.second_token_at - started
+        placed_s = None if attempt is None else attempt.placed_at - started
+        timeline = Timeline(ttft_s=first_s, ttst_s=second_s, placed_s=placed_s)
+        weights = job.weights_ranges(len(job.emitted))
+        return Done("abort", None, job.cached_tokens or 0, self.attempts, route, timeline, weights=weights)
 
     def _done(self, attempt: Attempt, finished: Finished) -> Done:
         started, job, route = self.started, self.job, attempt.route()
@@ -363,8 +392,9 @@ class Request(Timed):
             attempt.placed_at - started,
         )
         return Done(
-            finished.reason, finished.stop_token, job.cached_tokens or 0, self.attempts, route, timeline, attempt.vector
-        )
+            finished.reason, finished.stop_token, job.cached_tokens or 0, self.attempts, route, timeline,
+            attempt.vector, job.weights_ranges(finished.num_output),
+        )  # fmt: skip
 
     def _close(self, error: str | None, reason: str, answer: Callable[[], None] | None = None) -> None:
         """However it ended: nothing of it is left on the nodes, in the queue or in the books.
@@ -391,7 +421,7 @@ class Request(Timed):
             num_output = len(self.job.emitted)
             if attempt is not None and attempt.finished is not None:
                 num_output = attempt.finished.num_output
-            log_ended(self.record, num_output, error, reason)
+            log_ended(self.record, num_output, error, reason, self.job.weights_ranges(num_output))
         shared.explainer.close(self.record, error, reason)
         if shared.waiting.waiters:
             shared.waiting.poke()

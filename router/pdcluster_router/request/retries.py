@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from pdcluster.core import errors
 from pdcluster.telemetry.log import Log
+from pdcluster_router.core.generation import WeightsChange
 from pdcluster_router.core.job import Job, RetryAttempt
 from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.queueing.admission import Slo
@@ -32,6 +33,7 @@ class DispatchSettings:
     hold_s: how long a request may wait for room without progress.
     late_report_s: wait for the prefill node's report, which only the timeline needs.
     from_zero: requests wait for the first node.
+    weights_change: what becomes of requests whose weights no node has any more, unless they say it themselves.
     """
 
     retries: int = 3
@@ -42,6 +44,7 @@ class DispatchSettings:
     headroom: Headroom = field(default_factory=Headroom)
     slo: Slo = field(default_factory=Slo)
     from_zero: bool = False
+    weights_change: WeightsChange = "fail"
 
 
 class RetryBudget:

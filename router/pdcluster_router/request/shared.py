@@ -50,8 +50,10 @@ class Shared:
 
 def job_of(shared: Shared, generation: Generation, started: float) -> Job:
     """Raises PdclusterError where nobody knows its model."""
+    served = generation.served
     check_model(shared.models, generation)
-    chain = shared.models.chain(generation.model, generation.salt)
+    weights = None if served is None else served.weights.digest
+    chain = shared.models.chain(generation.model, generation.salt, weights)
     packed, hashes = shared.named.of(generation.token_ids, chain)
     deadline = started + generation.deadline_s
     job = Job(
@@ -62,11 +64,11 @@ def job_of(shared: Shared, generation: Generation, started: float) -> Job:
         chain,
         generation.mode,
         generation.session,
-        "" if generation.served is None else generation.served.digest,
+        "" if served is None else served.digest,
         0 if generation.is_open_ended else len(generation.token_ids) + _num_asked(generation),
-        "" if generation.served is None else generation.served.adapter,
+        "" if served is None else served.adapter,
     )
-    job.pooling = generation.pooling
+    job.pooling, job.served = generation.pooling, served
     job.packed, job.hashes, job.num_hashed = packed, hashes, 0
     job.has_prompt_logprobs = generation.sampling.prompt_logprobs is None
     return job
@@ -76,18 +78,17 @@ def _num_asked(generation: Generation) -> int:
     return generation.sampling.max_tokens if generation.pooling is None else 0
 
 
-def served_now(models: ServedModels, generation: Generation) -> ModelInfo | None:
-    """The request's model as nodes serve it now. None: nobody does, or what has its name is another one."""
-    served = generation.served
-    for info in models.models():
-        if info.id == generation.model:
-            return info if served is None or info.digest == served.digest else None
-    return None
+def served_now(models: ServedModels, generation: Generation, job: Job) -> ModelInfo | None:
+    """The request's version of its model as nodes have it now. None: none has it."""
+    versions, served = models.versions(generation.model), job.served
+    if served is None:
+        return versions[0] if versions else None
+    return next((info for info in versions if info.digest == served.digest), None)
 
 
 def longest_of(shared: Shared, generation: Generation, job: Job) -> int:
-    """Tokens that the largest node of its model takes; 0 where nothing is known."""
-    info = served_now(shared.models, generation) or generation.served
+    """Tokens that the largest node of its version takes; 0 where nothing is known."""
+    info = served_now(shared.models, generation, job) or job.served
     if info is not None:
         return info.max_len
     nodes = shared.cluster.view().nodes
@@ -95,11 +96,27 @@ def longest_of(shared: Shared, generation: Generation, job: Job) -> int:
 
 
 def check_model(models: ServedModels, generation: Generation) -> None:
-    """Raises ModelChanged when what the request was prepared for is served no more."""
-    if generation.served is None or served_now(models, generation) is not None:
+    """Raises ModelChanged when what the request was prepared for is served no more, under any weights."""
+    served = generation.served
+    if served is None:
+        return
+    versions = models.versions(generation.model)
+    if versions and versions[0].text == served.text:
         return
     names = ", ".join(info.id for info in models.models())
     raise errors.ModelChanged(
-        f"the model {generation.model!r} is served no more as the request was prepared for it: its name has other text "
-        f"or weights, or no node carries it; send the request again, the models are: {names or 'none yet'}"
+        f"the model {generation.model!r} is served no more as the request was prepared for it: its name has other "
+        f"text, or no node carries it; send the request again, the models are: {names or 'none yet'}"
+    )
+
+
+def check_weights(models: ServedModels, generation: Generation, job: Job) -> None:
+    """Raises NoNodeTakesWork when no node has the request's version any more. While it may wait, one may come back."""
+    served = job.served
+    if served is None or served_now(models, generation, job) is not None:
+        return
+    newest = models.versions(generation.model)[0].weights
+    raise errors.NoNodeTakesWork(
+        f"no node has the weights {served.weights} any more, which the request began with; with weights_change=replay "
+        f"it goes on with the newest, now {newest}"
     )

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import zmq
 from fake_backend import FakeBackend, FakeNetwork
 from oracle import NUM_LAYERS, VOCAB, OracleEngine
+from version_choice import FirstVersion
 
 from pdcluster.bootstrap.card import Adapter, ClusterSnapshot, NodeCard
 from pdcluster.core.errors import UnknownModel
@@ -73,7 +74,7 @@ class NoFiles:
         raise AssertionError("nobody asks for files here")
 
 
-class OneModel:
+class OneModel(FirstVersion):
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
 
@@ -83,7 +84,7 @@ class OneModel:
     def text(self, model):
         raise UnknownModel(model)
 
-    def chain(self, model, salt):
+    def chain(self, model, salt, weights=None):
         return HashChain(chain_root(block_tokens=self.block_tokens, salt=salt), self.block_tokens)
 
 

@@ -6,6 +6,7 @@ from array import array
 from contextlib import aclosing
 
 from scripted_cluster import FakeCluster, ScriptedPair, make_chooser, make_node
+from version_choice import FirstVersion
 
 from pdcluster.core import errors
 from pdcluster.core import messages as m
@@ -17,14 +18,14 @@ from pdcluster_router.policy.base import Force
 from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 
 
-class NoModels:
+class NoModels(FirstVersion):
     def models(self):
         return ()
 
     def text(self, model):
         raise errors.UnknownModel(model)
 
-    def chain(self, model, salt):
+    def chain(self, model, salt, weights=None):
         return HashChain(chain_root(block_tokens=4, salt=salt), 4)
 
 

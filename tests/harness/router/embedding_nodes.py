@@ -12,6 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 from scripted_cluster import FakeCluster, make_chooser, make_node
 from scripted_dispatcher import EOS, TEXT, VOCAB
+from version_choice import FirstVersion
 
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.bootstrap.card import Capabilities
@@ -56,7 +57,7 @@ def stays_silent(message: m.Prefill, answer: Answer) -> None:
     """For whom the test answers, or nobody."""
 
 
-class Models:
+class Models(FirstVersion):
     def models(self) -> tuple[ModelInfo, ...]:
         return EMBEDS, GENERATES
 
@@ -65,7 +66,7 @@ class Models:
             raise UnknownModel(model)
         return TEXT
 
-    def chain(self, model: str, salt: bytes) -> HashChain:
+    def chain(self, model: str, salt: bytes, weights: str | None = None) -> HashChain:
         return HashChain(chain_root(block_tokens=4, salt=salt), 4)
 
     def refusal(self) -> str | None:

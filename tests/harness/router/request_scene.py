@@ -22,6 +22,7 @@ from answer_by_hand import Line
 from prometheus_client import generate_latest
 from scripted_cluster import EMPTY_LOAD, FakeCluster, make_chooser, make_node, settle
 from scripted_dispatcher import EOS, TEXT, VOCAB
+from version_choice import FirstVersion
 
 from pdcluster.core import messages as m
 from pdcluster.core.errors import Overloaded, UnknownModel
@@ -136,7 +137,7 @@ class CountingCluster(FakeCluster):
         self.ledger.pending.reported(node.incarnation, len(self.sent))
 
 
-class Models:
+class Models(FirstVersion):
     def models(self) -> tuple[ModelInfo, ...]:
         return INFOS
 
@@ -145,7 +146,7 @@ class Models:
             raise UnknownModel(model)
         return TEXT
 
-    def chain(self, model: str, salt: bytes) -> HashChain:
+    def chain(self, model: str, salt: bytes, weights: str | None = None) -> HashChain:
         return HashChain(chain_root(block_tokens=4, salt=salt), 4)
 
 

@@ -9,6 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 from tiny_tokenizers import byte_level_files
+from version_choice import FirstVersion
 
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.core.errors import PdclusterError, UnknownModel
@@ -94,7 +95,7 @@ class Played:
 
 
 @dataclass
-class ScriptedDispatcher:
+class ScriptedDispatcher(FirstVersion):
     script: Callable[[Generation], Iterable[Step]] = lambda _: says("hello world")
     route: RequestRoute = ROUTE
     cached_tokens: int = 3

@@ -17,7 +17,7 @@ from pdcluster.api.text.chat_template import Message
 from pdcluster.bootstrap.card import Adapter, NodeCard
 from pdcluster.checkpoint.text_files import files_digest
 from pdcluster.core.errors import NodeLost, UnknownModel
-from pdcluster.core.messages import PROTOCOL_VERSION, FileChunk
+from pdcluster.core.messages import PROTOCOL_VERSION, FileChunk, Role
 from pdcluster.kv.layout import Fingerprint, KVLayout
 from pdcluster_router.cluster import models as module
 from pdcluster_router.cluster.models import ModelRegistry
@@ -43,6 +43,18 @@ class Nodes:
     @property
     def cards_version(self) -> int:
         return self.version
+
+    @property
+    def roles_version(self) -> int:
+        return self.version
+
+    def roles_taking(self) -> dict[str, set[Role]]:
+        """Of nodes that stay: all of them take work."""
+        found: dict[str, set[Role]] = {}
+        for card, stays in self._cards:
+            for digest in card.model_digests if stays else ():
+                found.setdefault(digest, set()).add(card.role)
+        return found
 
     def refusal(self) -> str | None:
         return None
@@ -73,10 +85,10 @@ class Nodes:
         digest = files_digest(files)
         self.texts[digest] = files
         fields: dict[str, Any] = {
-            "model": "tiny", "fingerprint": FINGERPRINT, "max_len": 64, "vocab_size": 420, "num_pages": 8,
+            "role": "mixed", "address": f"{name}:1", "model": "tiny", "fingerprint": FINGERPRINT, "max_len": 64, "vocab_size": 420, "num_pages": 8,
             "tokenizer_hash": digest,
         }  # fmt: skip
-        return NodeCard(name, f"{name}-boot", "mixed", f"{name}:1", **(fields | changes))
+        return NodeCard(name, f"{name}-boot", **(fields | changes))
 
     def change(self, files: dict[str, bytes], *names: str) -> None:
         self.become(*(self.card(files, name) for name in names))
@@ -343,3 +355,94 @@ async def test_a_router_with_text_of_its_own_keeps_it_for_other_weights(tmp_path
     await until(lambda: digest(models) != old)
     assert rendered(models) == "hi of B" and not nodes.fetched
     loading.cancel()
+
+
+# ---------------------------------------------------------------- versions of the weights
+
+
+def newer(nodes: Nodes, name: str, epoch: int = 1, **changes: Any) -> NodeCard:
+    fields: dict[str, Any] = {
+        "fingerprint": replace(FINGERPRINT, weights=f"{epoch}" * 32), "weights_label": f"v{epoch}",
+        "weights_epoch": epoch,
+    }  # fmt: skip
+    return nodes.card(TEXT_A, name, **(fields | changes))
+
+
+def labels(models: ModelRegistry, model: str = "tiny") -> list[str]:
+    return [info.weights.label for info in models.versions(model)]
+
+
+async def test_nodes_that_differ_in_weights_alone_have_versions_of_one_model() -> None:
+    nodes = Nodes(TEXT_A)
+    async with following(nodes, nodes.card(TEXT_A)) as models:
+        fetched, (base,) = nodes.fetched, models.versions("tiny")
+        old, new = nodes.card(TEXT_A, model_aliases=("more",)), newer(nodes, "b", max_len=128, model_aliases=("more",))
+        nodes.become(old, new)
+        await until(lambda: labels(models) == labels(models, "more") == ["v1", "base"])
+        assert [info.id for info in models.models()] == ["tiny", "more"] and nodes.fetched == fetched
+        latest, first = models.versions("tiny")
+        assert models.models()[0] == latest and (latest.max_len, first.max_len) == (128, 64)
+        assert first == base and first.text == latest.text and first.digest != latest.digest
+        assert (latest.weights.epoch, latest.weights.digest) == (1, "1" * 32)
+        roots = [models.chain("tiny", b"", info.weights.digest).root for info in (latest, first)]
+        assert roots[0] != roots[1] and models.chain("tiny", b"").root == roots[0]
+
+
+async def test_a_version_that_no_card_has_is_gone_and_the_last_ones_stay_while_no_node_is_known() -> None:
+    nodes = Nodes(TEXT_A)
+    async with following(nodes, nodes.card(TEXT_A)) as models:
+        nodes.become(nodes.card(TEXT_A), newer(nodes, "b"))
+        await until(lambda: labels(models) == ["v1", "base"])
+        nodes.become()
+        await asyncio.sleep(0.02)
+        assert labels(models) == ["v1", "base"]
+        nodes.become(newer(nodes, "b"), newer(nodes, "c", 2))
+        await until(lambda: labels(models) == ["v2", "v1"])
+        nodes.become(newer(nodes, "b"))
+        await until(lambda: labels(models) == ["v1"])
+
+
+async def test_a_request_gets_the_newest_version_that_is_complete() -> None:
+    nodes = Nodes(TEXT_A)
+    base = [nodes.card(TEXT_A, "p0", role="prefill"), nodes.card(TEXT_A, "d0", role="decode")]
+
+    async with following(nodes, *base) as models:
+
+        def chosen(mode: str | None = None, request: str = "r") -> str:
+            return models.choose_version("tiny", request, mode).weights.label  # type: ignore[arg-type]
+
+        assert chosen() == "base"
+        nodes.become(*base, newer(nodes, "p1", role="prefill"))
+        await until(lambda: len(labels(models)) == 2)
+        assert chosen() == "base" and chosen("local") == "v1"
+        nodes.become(*base, newer(nodes, "p1", role="prefill"), newer(nodes, "d1", role="decode"))
+        await until(lambda: chosen() == "v1")
+        roles = ("p1", "prefill"), ("d1", "decode")
+        nodes.become(*base, *(newer(nodes, name, role=role, weights_share=30.0) for name, role in roles))
+        await until(lambda: {chosen(None, f"{number}") for number in range(99)} == {"base", "v1"})
+        assert abs([chosen(None, f"{number}") for number in range(2000)].count("v1") / 2000 - 0.3) < 0.05
+        with pytest.raises(UnknownModel, match="tiny"):
+            models.choose_version("other", "r", None)
+
+
+async def test_a_card_that_says_less_bounds_what_a_canary_gets() -> None:
+    nodes = Nodes(TEXT_A)
+    async with following(nodes, nodes.card(TEXT_A)) as models:
+        nodes.become(nodes.card(TEXT_A), newer(nodes, "b", weights_share=0.0), newer(nodes, "c"))
+        await until(lambda: len(labels(models)) == 2)
+        assert {models.choose_version("tiny", f"{n}", None).weights.label for n in range(200)} == {"base"}
+
+
+async def test_a_request_goes_on_with_the_newest_version_once_its_own_has_no_nodes() -> None:
+    nodes = Nodes(TEXT_A)
+    async with following(nodes, nodes.card(TEXT_A)) as models:
+        (base,) = models.versions("tiny")
+        assert models.successor("tiny", base.digest, None) is None
+        nodes.become(nodes.card(TEXT_A), newer(nodes, "b"))
+        await until(lambda: len(labels(models)) == 2)
+        assert models.successor("tiny", base.digest, None) is None
+        nodes.become(newer(nodes, "b"))
+        await until(lambda: labels(models) == ["v1"])
+        found = models.successor("tiny", base.digest, None)
+        assert found is not None and found.weights.label == "v1"
+        assert models.successor("unknown", base.digest, None) is None

@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from scripted_cluster import FakeCluster, ScriptedPair, make_chooser, make_node
+from version_choice import FirstVersion
 
 from pdcluster.core import errors
 from pdcluster.core import messages as m
@@ -364,14 +365,14 @@ def test_a_small_table_forgets_and_never_invents() -> None:
         assert seen.note(chain) == 0
 
 
-class OneModel:
+class OneModel(FirstVersion):
     def models(self):
         return ()
 
     def text(self, model):
         raise errors.UnknownModel(model)
 
-    def chain(self, model, salt):
+    def chain(self, model, salt, weights=None):
         return HashChain(chain_root(block_tokens=4, salt=salt), 4)
 
 

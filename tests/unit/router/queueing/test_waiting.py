@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from scripted_cluster import FakeCluster, make_chooser, make_node, settle
+from version_choice import FirstVersion
 
 from pdcluster.core import errors
 from pdcluster.core import messages as m
@@ -28,14 +29,14 @@ BUSY = m.Load(100, 0, 100_000, 0, 100, 100, 0, 0, 0, 8, 0)
 IDLE = m.Load(0, 0, 0, 0, 100, 100, 0, 0, 0, 8, 0)
 
 
-class OneModel:
+class OneModel(FirstVersion):
     def models(self):
         return ()
 
     def text(self, model):
         raise errors.UnknownModel(model)
 
-    def chain(self, model, salt):
+    def chain(self, model, salt, weights=None):
         return HashChain(chain_root(block_tokens=4, salt=salt), 4)
 
 

@@ -10,6 +10,7 @@ from contextlib import aclosing
 import pytest
 from msgspec.structs import replace
 from scripted_cluster import FakeCluster, make_chooser, make_node
+from version_choice import FirstVersion
 from virtual_time import VirtualLoop, run_virtually
 
 from pdcluster.core import errors
@@ -34,14 +35,14 @@ SHORT, LONG = 10, 1000
 AT_ONCE_S = 0.5
 
 
-class Models:
+class Models(FirstVersion):
     def models(self):
         return ()
 
     def text(self, model):
         raise errors.UnknownModel(model)
 
-    def chain(self, model, salt):
+    def chain(self, model, salt, weights=None):
         return HashChain(chain_root(block_tokens=4, salt=salt), 4)
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from array import array
 from collections.abc import Callable
 
 import pytest
 from msgspec.structs import replace
 from scripted_cluster import EMPTY_LOAD, FakeCluster, ScriptedPair, make_chooser, make_node, row, settle
+from version_choice import FirstVersion
 
 from pdcluster.core import errors
 from pdcluster.core import messages as m
-from pdcluster.kv.hashing import chain_root
+from pdcluster.core.weights import WeightsVersion
+from pdcluster.kv.hashing import chain_root, extend
 from pdcluster.rpc.status import status_of
 from pdcluster_router.cluster.view import NodeView
 from pdcluster_router.core.generation import Done, Generation, ModelInfo, TokenChunk
@@ -25,11 +28,11 @@ from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 WAIT_S = 20.0
 PROMPT = array("i", range(10))
 EOS_A, EOS_B = 999, 998
-A = ModelInfo("m", 1, 4096, 5000, (EOS_A,), "digest-a")
-B = ModelInfo("m", 2, 4096, 5000, (EOS_B,), "digest-b")
+A = ModelInfo("m", 1, 4096, 5000, (EOS_A,), "digest-a", text="text-a")
+B = ModelInfo("m", 2, 4096, 5000, (EOS_B,), "digest-b", text="text-b")
 
 
-class Served:
+class Served(FirstVersion):
     """What the router knows of models, as the test says."""
 
     def __init__(self, *infos: ModelInfo) -> None:
@@ -41,8 +44,8 @@ class Served:
     def text(self, model: str) -> object:
         raise errors.UnknownModel(model)
 
-    def chain(self, model: str, salt: bytes) -> HashChain:
-        return HashChain(chain_root(block_tokens=4, salt=salt), 4)
+    def chain(self, model: str, salt: bytes, weights: str | None = None) -> HashChain:
+        return HashChain(chain_root(block_tokens=4, salt=salt, weights=weights or ""), 4)
 
 
 class Heard:
@@ -86,6 +89,11 @@ class Bench:
             retries=1, hold_s=1.0, stages=StageDeadlines(handshake_s=1.0, hold_s=0.01), hold=HoldLimits(age_s=age_s)
         )
         self.dispatch = Dispatch(self.cluster, self.models, make_chooser(self.cluster, force=force), settings)  # type: ignore[arg-type]
+
+    def replay_by_default(self) -> None:
+        shared = self.dispatch.shared
+        settings = dataclasses.replace(shared.settings, weights_change="replay")
+        self.dispatch.shared = dataclasses.replace(shared, settings=settings)
 
     def start(self, request: str = "r1", prepared: ModelInfo = A, max_tokens: int = 6, **changes: object) -> Heard:
         heard = Heard()
@@ -352,3 +360,205 @@ async def test_mode_remote_names_the_limit_of_the_role_that_a_request_does_not_f
     assert isinstance(error, errors.ContextTooLong) and error.http_status == 400
     assert f"length is {len(PROMPT)} tokens" in str(error) and f"no {small} node takes more" in str(error)
     assert not bench.cluster.sent
+
+
+# ---------------------------------------------------------------- versions of the weights
+
+OLD = WeightsVersion("v1", 1, "w1")
+NEW = WeightsVersion("v2", 2, "w2")
+V1 = replace(A, weights=OLD)
+V2 = replace(A, digest="digest-a2", weights=NEW, max_len=4000)
+
+
+class Versions(Served):
+    """successors: as nodes take work now."""
+
+    def successor(self, model: str, digest: str, mode: Force | None) -> ModelInfo | None:
+        others = [info for info in self.infos if info.digest != digest]
+        return others[0] if others and self.moves else None
+
+    moves = True
+
+
+def ranges(done: Done | Exception) -> list[tuple[str, int, int]]:
+    assert isinstance(done, Done)
+    return [(each.label, each.first, each.to) for each in done.weights]
+
+
+async def test_a_request_stays_with_its_version_while_nodes_of_others_are_there() -> None:
+    bench = Bench(of(V1, "old"), of(V2, "new"), models=Versions(V2, V1))
+    for node in ("old", "new"):
+        serving(bench, node)
+    for prepared, node in ((V1, "old"), (V2, "new")):
+        done = await bench.start(node, prepared=prepared, weights_change="replay").ended()
+        assert ranges(done) == [(prepared.weights.label, 0, 6)]
+        assert [(work.request, work.model) for work in bench.asked(node)] == [(node, prepared.digest)]
+
+
+async def test_a_version_names_kv_by_its_own_weights() -> None:
+    bench = Bench(of(V1, "old"), of(V2, "new"), models=Versions(V2, V1))
+    bench.start("r1", prepared=V1)
+    bench.start("r2", prepared=V2)
+    (one,), (other,) = bench.asked("old"), bench.asked("new")
+    assert one.hash_root == Versions().chain("m", b"", "w1").root != other.hash_root and one.hashes != other.hashes
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_request_whose_version_is_gone_waits_as_without_nodes_and_is_refused_by_name(has_begun: bool) -> None:
+    bench = Bench(of(V1, "old"), models=Versions(V1), age_s=0.3)
+    old, new = bench.cluster.nodes[0], of(V2, "new")
+    if not has_begun:
+        bench.become()
+    heard = bench.start(prepared=V1)
+    if has_begun:
+        says(bench, old, 100, 101)
+    bench.models.infos = (V2,)
+    bench.become(old, new) if has_begun else bench.become(new)
+    if has_begun:
+        bench.cluster.kill(old)
+    await asyncio.sleep(0.1)
+    assert heard.end is None, "it may wait"
+    error = await heard.ended()
+    assert isinstance(error, errors.Unavailable) and error.http_status == 503 and not bench.asked("new")
+    for part in ("v1 (epoch 1)", "weights_change=replay", "v2 (epoch 2)"):
+        assert part in str(error)
+    assert bench.cluster.ledger.num_requests() == 0 and bench.dispatch.waiting.num_held == 0
+
+
+async def test_a_request_goes_on_when_a_node_of_its_version_returns() -> None:
+    bench = Bench(of(V1, "old"), models=Versions(V2, V1))
+    heard = bench.start(prepared=V1)
+    says(bench, bench.cluster.nodes[0], 100, 101)
+    bench.models.infos = (V2,)
+    bench.become(bench.cluster.nodes[0], of(V2, "new"))
+    bench.cluster.kill(bench.cluster.nodes[0])
+    await asyncio.sleep(0.1)
+    serving(bench, "again")
+    bench.models.infos = (V2, V1)
+    bench.become(of(V2, "new"), of(V1, "again"))
+    assert ranges(await heard.ended()) == [("v1", 0, 6)] and heard.tokens == [*range(100, 106)]
+
+
+@pytest.mark.parametrize("allowed_by", ["the request", "the router"])
+async def test_a_request_that_may_is_replayed_on_the_newest_version_at_once(allowed_by: str) -> None:
+    bench = Bench(of(V1, "old"), models=Versions(V1))
+    changes: dict[str, object] = {"weights_change": "replay"} if allowed_by == "the request" else {}
+    if allowed_by == "the router":
+        bench.replay_by_default()
+    heard = bench.start(prepared=V1, **changes)
+    old = bench.cluster.nodes[0]
+    says(bench, old, 100, 101, 102)
+    serving(bench, "new")
+    bench.models.infos = (V2,)
+    bench.become(old, of(V2, "new"))
+    assert heard.end is None and not bench.asked("new"), "its node serves on"
+    bench.become(replace(old, load=replace(EMPTY_LOAD, draining=True)), of(V2, "new"))
+    bench.cluster.ledger.deliver("r1", old.incarnation, m.Failed("r1", 0, errors.NodeDrains.code, "new weights", True))
+    done = await heard.ended()
+    assert heard.tokens == [*range(100, 106)] and ranges(done) == [("v1", 0, 3), ("v2", 3, 6)]
+    (work,) = bench.asked("new")
+    assert work.model == V2.digest and m.unpack_tokens(work.token_ids) == [*PROMPT, 100, 101, 102]
+    chain = bench.models.chain("m", b"", "w2")
+    assert work.hash_root == chain.root
+    assert work.hashes == extend(b"", work.token_ids, root=chain.root, block_tokens=chain.block_tokens)
+
+
+async def test_a_replay_without_a_token_belongs_to_the_new_version_alone() -> None:
+    bench = Bench(of(V2, "new"), models=Versions(V2))
+    serving(bench, "new")
+    done = await bench.start(prepared=V1, weights_change="replay").ended()
+    assert ranges(done) == [("v2", 0, 6)]
+
+
+async def test_the_request_says_more_than_the_router() -> None:
+    bench = Bench(of(V2, "new"), models=Versions(V2), age_s=0.1)
+    bench.replay_by_default()
+    assert isinstance(await bench.start(prepared=V1, weights_change="fail").ended(), errors.Unavailable)
+
+
+async def test_a_request_waits_while_no_other_version_has_nodes_either() -> None:
+    models = Versions(V2)
+    models.moves = False
+    bench = Bench(models=models)
+    serving(bench, "new")
+    heard = bench.start(prepared=V1, weights_change="replay")
+    await asyncio.sleep(0.1)
+    assert heard.end is None
+    models.moves = True
+    bench.become(of(V2, "new"))
+    assert ranges(await heard.ended()) == [("v2", 0, 6)]
+
+
+async def test_a_request_that_the_new_version_cannot_hold_stays_with_its_own() -> None:
+    small = replace(V2, max_len=len(PROMPT))
+    bench = Bench(of(small, "new"), models=Versions(small), age_s=0.1)
+    assert isinstance(await bench.start(prepared=V1, weights_change="replay").ended(), errors.Unavailable)
+
+
+async def test_the_first_token_of_a_prefill_node_belongs_to_the_version_of_its_attempt() -> None:
+    bench = Bench(of(V1, "p1", "prefill"), of(V1, "d1", "decode"), models=Versions(V1))
+    pair = ScriptedPair(bench.cluster, *bench.cluster.nodes, num_tokens=6, die_at={"d1": "after_commit"})
+    pair.install()
+
+    def killed(node: NodeView, reason: str = "") -> None:
+        """Both nodes load other weights."""
+        bench.models.infos = (V2,)
+        serving(bench, "m2")
+        bench.cluster.nodes.append(of(V2, "m2"))
+        for each in ("p1", "d1"):
+            bench.cluster.dead.add(each)
+            bench.cluster.ledger.lose_node(f"{each}-boot", "it left")
+
+    bench.cluster.kill = killed  # type: ignore[method-assign]
+    heard = bench.start(prepared=V1, weights_change="replay")
+    assert ranges(await heard.ended()) == [("v1", 0, 1), ("v2", 1, 6)] and heard.tokens == [*range(100, 106)]
+
+
+async def test_a_fork_whose_parent_runs_with_other_weights_shares_no_kv() -> None:
+    bench = Bench(of(V1, "old"), of(V2, "new"), models=Versions(V2, V1))
+    bench.start("r-0", prepared=V1, leads=True)
+    says(bench, bench.cluster.nodes[0], 100)
+    serving(bench, "new")
+    done = await bench.start("r-1", prepared=V2, parent="r-0").ended()
+    assert ranges(done) == [("v2", 0, 6)]
+    assert [message.fork_of for message in bench.cluster.sent_to("new", m.Prefill)] == [None]  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- all requests end with what they have
+
+
+async def test_all_requests_end_with_the_tokens_they_have() -> None:
+    bench = Bench(of(V1, "old"), models=Versions(V1))
+    begun, silent = bench.start("r1", prepared=V1), bench.start("r2", prepared=V1)
+    says_to(bench, "r1", 100, 101, 102)
+    bench.cluster.nodes.clear()
+    parked = bench.start("r3", prepared=V1)
+    assert bench.dispatch.abort_all() == 3 and bench.dispatch.abort_all() == 0
+    ends = [heard.end for heard in (begun, silent, parked)]
+    assert [end.reason for end in ends if isinstance(end, Done)] == ["abort"] * 3
+    assert begun.tokens == [100, 101, 102] and not silent.tokens and not parked.tokens
+    assert [ranges(end) for end in ends if isinstance(end, Done)] == [[("v1", 0, 3)], [], []]
+    assert {message.request for message in bench.cluster.sent_to("old", m.Cancel)} == {"r1", "r2"}  # type: ignore[attr-defined]
+    assert bench.cluster.ledger.num_requests() == 0 and bench.dispatch.waiting.num_held == 0
+
+
+async def test_forks_that_end_so_are_not_placed_when_their_parent_ends() -> None:
+    bench = Bench(of(V1, "old"), models=Versions(V1))
+    parent, fork = bench.start("r-0", prepared=V1, leads=True), bench.start("r-1", prepared=V1, parent="r-0")
+    bench.dispatch.abort_all()
+    assert len(bench.asked("old")) == 1 and isinstance(parent.end, Done) and isinstance(fork.end, Done)
+
+
+async def test_an_answer_that_is_all_there_ends_as_it_would() -> None:
+    bench = Bench(of(V1, "p0", "prefill"), of(V1, "d0", "decode"), models=Versions(V1), force="remote")
+    pair = ScriptedPair(bench.cluster, *bench.cluster.nodes, num_tokens=6)
+    pair.install()
+    heard = bench.start(prepared=V1)
+    bench.dispatch.abort_all()
+    done = await heard.ended()
+    assert isinstance(done, Done) and done.reason == "length"
+
+
+def says_to(bench: Bench, request: str, *tokens: int) -> None:
+    work = next(work for work in bench.asked("old") if work.request == request)
+    bench.cluster.ledger.deliver(request, "old-boot", row(work, tokens[0] - 100, tokens))
