@@ -84,7 +84,7 @@ class Client:
 
     def start(self, dispatcher: Dispatcher) -> None:
         ask, self.arrived = self.ask, self._watcher.now
-        self.served = served = next((info for info in dispatcher.models() if info.id == MODEL), None)
+        self.served = served = dispatcher.choose_version(MODEL, ask.parent or ask.name, ask.mode)
         sampling = Sampling(
             ask.max_tokens,
             ask.seed,
@@ -95,6 +95,7 @@ class Client:
         generation = Generation(
             ask.name, MODEL, self.prompt, sampling, ask.deadline_s, ask.tenant.encode(), standing, ask.mode,
             ask.session, leads=ask.leads, parent=ask.parent, served=served, is_open_ended=ask.is_open_ended,
+            weights_change="replay" if ask.replays else None,
         )  # fmt: skip
         self._watcher.note(f"{ask.name} asks: {ask.num_prompt} + {ask.max_tokens} tokens, mode {ask.mode}")
         running = dispatcher.start(generation, self)
@@ -148,6 +149,7 @@ class Client:
         else:
             is_right = num == self.ask.max_tokens or self._watcher.is_limit(self, len(self.prompt) + num)
             is_right = is_right and done.reason == "length"
+        self._check_weights(done)
         if not is_right:
             self._problem("wrong answer", f"it ends with {done.reason} after {num} of {self.ask.max_tokens} tokens")
 
@@ -180,14 +182,23 @@ class Client:
         self._leave_if_enough()
 
     def _check(self, token: int) -> None:
-        """The first token tells whose answer it is, and all others must be of the same."""
+        """The first token tells whose answer it is. All others must be of the same, unless it may be replayed."""
         ask, position, keys = self.ask, len(self.tokens), self._watcher.token_keys
-        if self._weights is None:
+        if self._weights is None or (ask.replays and said(self._packed, ask.seed, 0, position, self._weights) != token):
             alike = [key for key in keys if said(self._packed, ask.seed, 0, position, key) == token]
             self._weights = (alike or keys)[-1]
         expected = said(self._packed, ask.seed, 0, position, self._weights)
         if token != expected or not 0 <= token < VOCAB:
             self._problem("wrong answer", f"token {token} instead of {expected} at {position}")
+
+    def _check_weights(self, done: Done) -> None:
+        """The weights that the answer names made its tokens, each token once."""
+        made = [each.digest for each in done.weights for _ in range(each.first, each.to)]
+        expected = [said(self._packed, self.ask.seed, 0, position, key) for position, key in enumerate(made)]
+        starts = [each.first for each in done.weights]
+        follows = starts == [0, *(each.to for each in done.weights[:-1])][: len(starts)]
+        if expected[: len(self.tokens)] != self.tokens or not follows or (len(starts) > 1 and not self.ask.replays):
+            self._problem("wrong answer", f"its tokens are not of the weights {done.weights}")
 
     def _leave_if_enough(self) -> None:
         """A stop string matched, or the client hung up in the middle of a chunk."""

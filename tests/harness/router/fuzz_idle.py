@@ -26,6 +26,7 @@ LOOK_S = 0.05
 class Scene(Protocol):
     plan: Plan
     clients: Mapping[str, Client]
+    versions: list[str]
 
     @property
     def now(self) -> float: ...
@@ -156,6 +157,8 @@ class IdleWatch:
 
     def _fits(self, client: Client, node: FuzzNode) -> bool:
         served = client.served
+        if client.ask.replays and len(self._scene.versions) > 1:
+            return False  # nobody knows here which weights it goes on with
         return node.fits(client.num_tokens) and (served is None or served.digest in node.models)
 
 

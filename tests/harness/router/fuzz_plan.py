@@ -46,7 +46,8 @@ class Ask:
 
     prefix: number of a prefix that several prompts share. leave_s: the client leaves so long after it came; stop_at: a stop string matches after so many tokens; leave_at: the client
     leaves in the middle of reading that token. takes_rows: has a fast token path. parent: the choice whose prompt it
-    shares; leads: others share this one's. is_open_ended: it named no max_tokens.
+    shares; leads: others share this one's. is_open_ended: it named no max_tokens. replays: it goes on with other weights
+    where its own are gone.
     """
 
     name: str
@@ -70,6 +71,10 @@ class Ask:
     parent: str | None = None
     leads: bool = False
     is_open_ended: bool = False
+
+    @property
+    def replays(self) -> bool:
+        return self.seed % 5 < 2
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,12 @@ class World:
             if waited_s < client.ask.deadline_s - 0.01:
                 self.problem("early deadline", text)
         elif isinstance(error, errors.ContextTooLong):
-            known = [node for boot, node in self._boots.items() if boot not in self._unlisted]
+            has_one = len(self.versions) == 1  # else boots of former weights do not come back
+            known = [
+                node
+                for boot, node in self._boots.items()
+                if boot not in self._unlisted and (has_one or not node.is_dead)
+            ]
             if self.watch.has_row_for(client, known, client.num_tokens):
                 self.problem("refused without a reason", text)
         elif isinstance(error, errors.BadRequest):
@@ -266,6 +271,7 @@ class World:
             capabilities=Capabilities(
                 pulls=plan.first_token == "prefill", first_token=plan.first_token, parks_s=plan.parks_s
             ),
+            weights_label=node.weights, weights_epoch=int(node.weights[1:]),
         )  # fmt: skip
 
     async def _snapshots(self) -> AsyncIterator[ClusterSnapshot]:
