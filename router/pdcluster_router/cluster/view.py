@@ -236,6 +236,10 @@ class Roster:
         self.shortest_max_len = min((node.max_len for node in nodes), default=0)
         # Models that every node serves.
         self.models_of_all = frozenset.intersection(*(node.models for node in nodes)) if nodes else frozenset()
+        # Of each node the longest request and its models.
+        self._lengths = [(node.max_len, node.models) for node in nodes]
+        # The shortest of a model's nodes, of models that were asked for; 0 where no node serves it.
+        self._shortest_of: dict[str, int] = {}
         # Rows of the nodes that take work.
         self.accepting = frozenset(row for row, node in enumerate(nodes) if node.accepts_work)
         # Of these, the ones that give cached KV to others.
@@ -260,6 +264,14 @@ class Roster:
     def takes_all(self, num_tokens: int, model: str) -> bool:
         """Whether every node serves the model with so many tokens. The rule of nearly all requests."""
         return num_tokens <= self.shortest_max_len and (not model or model in self.models_of_all)
+
+    def takes_model(self, num_tokens: int, model: str) -> bool:
+        """Whether every node that serves the model does so with so many tokens, and some node serves it."""
+        shortest = self._shortest_of.get(model)
+        if shortest is None:
+            shortest = min((length for length, models in self._lengths if model in models), default=0)
+            self._shortest_of[model] = shortest
+        return num_tokens <= shortest
 
     def is_partner(self, first: int, row: int) -> bool:
         """Whether KV can move between two nodes."""

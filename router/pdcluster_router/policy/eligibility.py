@@ -8,6 +8,7 @@ cached with the roster.
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -31,14 +32,14 @@ class Legs(msgspec.Struct, frozen=True):
     may_be_local: one node may serve although a pair could: nobody asked for a pair, and the operator allows it.
     wants_local: the policy compares mode local although a pair is possible.
     is_split: both legs have nodes, and some node takes only one of them.
-    is_whole: every node of the view takes the request.
+    num_ruled_out: nodes that could not be chosen for any leg of theirs (`rejected`).
     """
 
     bits: NDArray[Any]
     may_be_local: bool
     wants_local: bool
     is_split: bool = False
-    is_whole: bool = False
+    num_ruled_out: int = 0
 
     def rows(self, leg: int) -> Rows:
         """Nodes that may take a leg; busy ones only where all are."""
@@ -60,11 +61,17 @@ def legs_of(query: Query, view: ClusterView) -> Legs:
     the client's own mode has no nodes.
     """
     roster = view.roster
-    if query.excluded or not roster.takes_all(query.row_tokens, query.model):
+    is_usual = not query.excluded
+    if is_usual and roster.takes_all(query.row_tokens, query.model):
+        key: object = (query.force, query.fallback)
+    else:  # several versions of the weights, or adapters
+        is_usual = is_usual and roster.takes_model(query.row_tokens, query.model)
+        key = (query.force, query.fallback, query.model)
+    found = roster.plans.get(key) if is_usual else None
+    if found is None:
         found = _legs_of(query, view)
-    else:
-        found = roster.plans.get((query.force, query.fallback)) or _legs_of(query, view)
-        roster.plans[query.force, query.fallback] = found
+        if is_usual:
+            roster.plans[key] = found
     return replace(found, bits=with_busy(found.bits, query.busy, view)) if query.busy else found
 
 
@@ -85,8 +92,8 @@ def _legs_of(query: Query, view: ClusterView) -> Legs:
         prefill, decode = _in_pairs(computing, decoding, query, view)
     bits = _bits(view.size, {COMPUTES: prefill, DECODES: decode, SERVES: fresh(decoding, query, view)})
     wants_local = query.force == "auto" and (query.fallback == "conditional" or not is_split)
-    is_whole = not rejected(query, view)
-    return Legs(bits, query.force == "local" or may_be_local, wants_local, is_split, is_whole)
+    num_ruled_out = len(rejected(query, view))
+    return Legs(bits, query.force == "local" or may_be_local, wants_local, is_split, num_ruled_out)
 
 
 def _check_pair(prefill: Rows, decode: Rows, query: Query, view: ClusterView) -> None:
@@ -190,15 +197,16 @@ def no_partner(prefill: NodeView) -> Unavailable:
     )
 
 
-def rejected(query: Query, view: ClusterView) -> tuple[Candidate, ...]:
-    """Nodes that could not be chosen for any leg of theirs, and why."""
+def rejected(query: Query, view: ClusterView, most: int | None = None) -> tuple[Candidate, ...]:
+    """Nodes that could not be chosen for any leg of theirs, and why. most: of them; None: all."""
     roster = view.roster
     if len(roster.accepting) == view.size and roster.takes_all(query.row_tokens, query.model):
         return ()
-    reasons = ((node, why_not(node, query, decodes=node.role == "decode")) for node in view.nodes)
-    return tuple(
+    reasons = ((node, why_not(node, query, decodes=node.role == "decode")) for node in view.reported)
+    found = (
         Candidate(node.name, "local", query.cached_on(node), rejected_by=reason) for node, reason in reasons if reason
     )
+    return tuple(islice(found, most))
 
 
 def why_not(node: NodeView, query: Query, *, decodes: bool = True) -> str:

@@ -69,14 +69,15 @@ class Seconds:
         node, decode = view.reported[row], view.reported[found.decode]
         packed = scorer.packed(found.num_prefill, found.num_decode, found.num_local, found.skipped)
         num = found.num_prefill - found.skipped + found.num_decode + found.num_local
-        ruled_out = () if legs.is_whole else eligibility.rejected(query, view)
+        num_ruled_out = legs.num_ruled_out
+        ruled_out = eligibility.rejected(query, view, MOST_LISTED) if num_ruled_out else ()
         record = DecisionRecord(  # by position, which costs half
             self.name,
             "local" if is_local else "remote",
             None if is_local else names[row],
             names[found.decode],
             query.num_tokens,
-            Candidates(packed, names, found.is_calm > 0, ruled_out[:MOST_LISTED], num + len(ruled_out)),
+            Candidates(packed, names, found.is_calm > 0, ruled_out, num + num_ruled_out),
             found.estimate_s,
             found.ttft_s,
             found.tpot_s,

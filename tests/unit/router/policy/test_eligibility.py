@@ -9,7 +9,7 @@ from policy_cases import make_load, make_node, view
 from pdcluster.core.errors import NoNodeTakesWork, Unavailable
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.node_row import BUSY, COMPUTES, DECODES, SERVES
-from pdcluster_router.policy.base import Query
+from pdcluster_router.policy.base import Fallback, Force, Query
 from pdcluster_router.policy.eligibility import Legs, decoders_for, legs_of, rejected, why_not
 from pdcluster_router.policy.registry import POLICIES, make_policy
 
@@ -155,3 +155,33 @@ def test_kv_that_only_a_busy_node_could_not_take_goes_nowhere(name: str) -> None
     """A node that asked for a pause and takes no such KV is no place for it."""
     query = replace(QUERY, busy=frozenset({"m0-boot", "p1-boot"}))
     assert make_policy(name).choose_decode(query, view(M0, P1), M0) is None
+
+
+# ---------------------------------------------------------------- several models or versions of one
+
+
+@pytest.mark.parametrize("fallback", ["deny", "on-failure", "conditional"])
+@pytest.mark.parametrize("force", ["auto", "local", "remote"])
+def test_what_a_view_keeps_of_a_model_is_what_it_finds_anew(force: Force, fallback: Fallback) -> None:
+    others = [replace(node, models=frozenset("b"), max_len=120) for node in (make_node("x0", "prefill"), D1)]
+    seen, other = view(P0, P1, D0, *others), replace(QUERY, force=force, fallback=fallback)
+    for query in (other, replace(other, num_tokens=60, most_tokens=110), replace(other, model="b", most_tokens=110)):
+        for _ in range(2):
+            kept, anew = legs_of(query, seen), legs_of(query, view(P0, P1, D0, *others))
+            assert kept.bits.tolist() == anew.bits.tolist() and kept.num_ruled_out == anew.num_ruled_out
+            assert (kept.may_be_local, kept.wants_local) == (anew.may_be_local, anew.wants_local)
+        assert kept.num_ruled_out == len(rejected(query, seen)) == (3 if query.model == "b" else 2)
+    assert len(seen.roster.plans) == 2, "one of each model"
+
+
+def test_a_request_that_some_node_of_its_model_is_too_small_for_is_looked_at_anew() -> None:
+    seen = view(M0, replace(M1, max_len=120), make_node("x0", "mixed", models=frozenset("b")))
+    assert legs_of(replace(QUERY, most_tokens=110), seen).bits.tolist() == [MIXED, MIXED, 0]
+    assert legs_of(QUERY, seen).bits.tolist() == [MIXED, COMPUTES, 0]
+    with pytest.raises(NoNodeTakesWork):
+        legs_of(replace(QUERY, model="c"), seen)
+
+
+def test_explanations_list_some_of_the_nodes_that_are_ruled_out() -> None:
+    seen = view(M0, *(make_node(f"x{number}", "mixed", models=frozenset("b")) for number in range(9)))
+    assert [each.node for each in rejected(QUERY, seen, 2)] == ["x0", "x1"] and len(rejected(QUERY, seen)) == 9
