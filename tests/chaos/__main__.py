@@ -15,6 +15,8 @@ from tests.chaos.cluster import NATIVE, ROOT, ChaosCluster, ClusterShape, lease_
 from tests.chaos.faults import FAULTS, FaultMaker
 from tests.chaos.load import LIMIT_S, ChaosLoad, LoadReport, requests_of
 from tests.chaos.scenarios import SCENARIOS, run_scenario
+from tests.chaos.weights import WEIGHTS_KIND, WeightsChanger, WeightsLoad, WeightsOracle
+from tests.harness.models.weight_versions import make_versions
 
 
 def arguments() -> argparse.Namespace:
@@ -36,6 +38,7 @@ def arguments() -> argparse.Namespace:
         "--rolling", type=Path, nargs="?", const=ROOT, metavar="DIR",
         help="instead of faults: restart every process in turn with this code, at first from the checkout in DIR",
     )  # fmt: skip
+    parser.add_argument("--weights", action="store_true", help="weights that change, and kills while they do")
     parser.add_argument("--scenario", choices=["all", *SCENARIOS], help="named faults instead of drawn ones")
     parser.add_argument("--times", type=int, default=5, help="how often each scenario runs")
     parser.add_argument("--logs", type=Path, help="folder for the processes' logs; default: a temporary one")
@@ -90,6 +93,36 @@ async def chaos(given: argparse.Namespace, seed: int, folder: Path) -> bool:
         return judged(load.report, left, tell, seed) and (not is_quiet or no_node_was_lost(folder, tell))
 
 
+async def changing_weights(given: argparse.Namespace, seed: int, folder: Path) -> bool:
+    """Each answer is checked range by range against the weights that it names."""
+    directories = make_versions(folder / "versions", "base", "tuned", "third")
+    shape = ClusterShape(
+        given.prefill, given.decode, transfer=given.transfer, tp=given.tp, kind=WEIGHTS_KIND,
+        node=("--model", str(directories["base"]), *lease_flags(given.lease_s, "node")),
+        router=(*lease_flags(given.lease_s, "router"), f"--set=router.hold.age_s={given.hold_s:g}"),
+        is_guarded=given.guarded,
+    )  # fmt: skip
+    began = time.monotonic()
+
+    def tell(what: str) -> None:
+        print(f"{time.monotonic() - began:7.1f} s  {what}", flush=True)
+
+    tell(f"seed {seed}; logs in {folder}")
+    sources = [("base", ""), ("tuned", str(directories["tuned"])), ("third", str(directories["third"]))]
+    async with ChaosCluster(shape, folder) as cluster:
+        load = WeightsLoad(cluster, WeightsOracle(directories), seed)
+        clients = asyncio.create_task(load.run(given.clients))
+        changer = WeightsChanger(cluster, sources, seed, tell)
+        await changer.run(given.minutes * 60.0, kills=given.faults != "none")
+        load.end()
+        await clients
+        await cluster.until_ready()
+        left = await cluster.until_idle()
+        await load.close()
+    tell(", ".join(f"{count} {kind}" for kind, count in sorted(changer.counts.items())))
+    return judged(load.report, left, tell, seed)
+
+
 async def roll(cluster: ChaosCluster, tell) -> None:
     """Restart every process in turn, as an upgrade does: nodes, registries, routers."""
     for child in (*cluster.nodes.values(), *cluster.bootstraps.values(), *cluster.routers.values()):
@@ -136,7 +169,7 @@ def main() -> int:
     given = arguments()
     seed = random.SystemRandom().randrange(1 << 30) if given.seed is None else given.seed
     folder = given.logs or Path(tempfile.mkdtemp(prefix="pdcluster-chaos-"))
-    run = scenarios if given.scenario else chaos
+    run = scenarios if given.scenario else changing_weights if given.weights else chaos
     return 0 if asyncio.run(run(given, seed, folder)) else 1
 
 
