@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pdcluster.core.weights import BASE
+
 WIDTH = 44
 WORTH_TELLING_S = 0.005
 BAR, FAINT = "█", "░"
@@ -50,9 +52,14 @@ def _where(usage: Mapping[str, object], route: Mapping[str, object]) -> str:
         nodes = f"{route.get('decode') or route.get('prefill')} alone"
     attempts = route.get("attempts") or 1
     tries = "" if attempts == 1 else f", {attempts} attempts"
-    return (
-        f"  {usage.get('prompt_tokens')} prompt tokens ({cached}), {usage.get('completion_tokens')} new, {nodes}{tries}"
-    )
+    prompt, output = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    return f"  {prompt} prompt tokens ({cached}), {output} new, {nodes}{tries}{_weights(route.get('weights'))}"
+
+
+def _weights(ranges: object) -> str:
+    """Which weights made the output. Nothing is said of those that nodes start with, where there are no others."""
+    labels = [str(_table(each).get("label")) for each in ranges] if isinstance(ranges, list) else []
+    return "" if labels in ([], [BASE]) else f", weights {', then '.join(labels)}"
 
 
 def _spans(seconds: Mapping[str, float], transfer: str) -> list[TimelineSpan]:

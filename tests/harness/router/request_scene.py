@@ -354,6 +354,8 @@ class Scene:
                 self.app.stopping(self.exchange)
             case "cancelled":
                 self.dispatch.open.cancel(self.exchange.id, "enough")
+            case "aborted":
+                self.dispatch.abort_all()
             case "time":
                 self.moment += (0.5, 2.9, 5.0, 10.0)[number % 4]
                 self.timers.ring()

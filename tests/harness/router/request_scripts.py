@@ -42,7 +42,7 @@ USUAL: dict[str, list[Steps]] = {
 HAPPENS = (
     "ahead", "again", "early", "empty", "wrong token", "stranger", "refused", "failed", "lost", "rewelcomed", "dead",
     "deaf", "hears",
-    "pause", "resume", "gone", "stopping", "cancelled", "time", "row", "scheduled", "computed", "token", "reserved", "delivered",
+    "pause", "resume", "gone", "stopping", "cancelled", "aborted", "time", "row", "scheduled", "computed", "token", "reserved", "delivered",
     "finished", "ended early",
 )  # fmt: skip
 ONE = st.tuples(st.sampled_from(HAPPENS), st.integers(0, 11), TOKENS)

@@ -45,6 +45,14 @@ def test_the_first_line_says_how_much_and_where() -> None:
     assert "3 attempts" in render(usage(attempts=3))[0]
 
 
+def test_weights_are_named_where_they_are_not_those_that_nodes_start_with() -> None:
+    def shown(*labels: str) -> str:
+        return render(usage(weights=[{"from": 0, "to": 9, "label": label} for label in labels]))[0]
+
+    assert "weights" not in shown() + shown("base")
+    assert shown("v1").endswith(", weights v1") and shown("base", "v1").endswith(", weights base, then v1")
+
+
 def test_what_went_before_the_attempt_that_is_shown_has_its_own_line() -> None:
     lines = render(usage(TIMELINE | {"placed_s": 1.0, "ttft_s": 0.3, "ttst_s": 1.3}, attempts=2))
     assert "1000.0 ms" in row(lines, "held, tried")
