@@ -238,7 +238,8 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole request: the text of each choice, and how each ended; of a chat also what was thought and called."""
+    """A whole request: the text of each choice, how each ended and which weights made it; of a chat also what was
+    thought and called."""
 
     texts: tuple[str, ...]
     token_ids: tuple[tuple[int, ...], ...]
@@ -246,6 +247,7 @@ class Completion:
     usage: Usage
     reasonings: tuple[str, ...]
     tool_calls: tuple[tuple[ToolCall, ...], ...]
+    weights: tuple[tuple[WeightsRange, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -557,7 +559,9 @@ def _whole(outputs: Sequence[Output]) -> Completion:
     texts = tuple("".join(output.text for output in choice) for choice in of)
     tokens = tuple(tuple(token_id for output in choice for token_id in output.token_ids) for choice in of)
     reasonings = tuple("".join(output.reasoning for output in choice) for choice in of)
-    return Completion(texts, tokens, tuple(reasons), usage, reasonings, tuple(_calls(choice) for choice in of))
+    calls = tuple(_calls(choice) for choice in of)
+    weights = tuple(tuple(each for output in choice for each in output.weights) for choice in of)
+    return Completion(texts, tokens, tuple(reasons), usage, reasonings, calls, weights)
 
 
 def _calls(outputs: Sequence[Output]) -> tuple[ToolCall, ...]:

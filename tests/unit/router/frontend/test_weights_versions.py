@@ -222,3 +222,4 @@ async def test_an_aborted_answer_over_grpc(dispatcher: TwoVersions) -> None:
     async with served_grpc(dispatcher) as address, api.AsyncClient(address) as client:
         answer = await client.complete("hi")
     assert answer.finish_reasons == ("abort",) and len(answer.token_ids[0]) == 3
+    assert answer.weights == ((api.WeightsRange(0, 2, "base", "w0", 0), api.WeightsRange(2, 3, "v1", "w1", 1)),)
