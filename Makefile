@@ -101,13 +101,14 @@ test-clients: setup .venv-clients/installed ## programs of users (openai, litell
 	.venv-clients/bin/python -m pip install --disable-pip-version-check -q -r tests/clients/requirements.txt
 	touch $@
 
-bench: setup ## quick figures of engine, transfer, layouts, hand-over, overlap, pulls and overload; bench/README.md lists all benches
+bench: setup ## quick figures of engine, transfer, layouts, hand-over, overlap, pulls, pushes and overload; bench/README.md lists all benches
 	$(BIN)/python -m bench.engine --quick
 	$(BIN)/python -m bench.transfer --quick
 	$(BIN)/python -m bench.layouts --quick
 	$(BIN)/python -m bench.handover --quick
 	$(BIN)/python -m bench.overlap --quick
 	$(BIN)/python -m bench.pull --quick
+	$(BIN)/python -m bench.weights.push --quick
 	$(BIN)/python -m bench.overload --quick
 
 soak: setup ## SOAK_ROUNDS=20 times the tests of whole clusters and of faults, stopping at the first failure

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pdcluster.core.errors import ModelError
+from pdcluster.core.weights import KIND_BYTES
 
 POINTER = b"version https://git-lfs"
 # A git-lfs pointer is about 130 bytes.
@@ -22,7 +23,7 @@ SHARD = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 # As the safetensors library has it.
 MAX_HEADER_BYTES = 100 << 20
 # What tensors may be stored as, in the words of safetensors.
-STORED_TYPES = ("F32", "BF16", "F16")
+STORED_TYPES = tuple(KIND_BYTES)
 # Buffers that early Llama checkpoints carry; they follow from the config.
 OBSOLETE = ".rotary_emb.inv_freq"
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz")

@@ -56,8 +56,7 @@ class Digester:
 
     def add(self, name: str, kind: str, shape: Iterable[int], data: NDArray[Any]) -> None:
         """name: that of Hugging Face. kind: how `data`, the whole tensor, is stored."""
-        head = f"{name}:{kind}:{','.join(map(str, shape))}:".encode()
-        self._digests[name] = self._pool.submit(_digest_of, head, data)
+        self._digests[name] = self._pool.submit(_digest_of, tensor_digest(name, kind, shape), data)
 
     def result(self, config: str, num_layers: int) -> WeightsDigest:
         """Waits for all tensors. config: everything else that decides what is computed from them."""
@@ -93,8 +92,12 @@ def differing_groups(ours: bytes, theirs: bytes, num_layers: int) -> tuple[str, 
     )
 
 
-def _digest_of(head: bytes, data: NDArray[Any]) -> bytes:
-    state = xxhash.xxh3_128(head)
+def tensor_digest(name: str, kind: str, shape: Iterable[int]) -> xxhash.xxh3_128:
+    """The digest of a tensor, before its bytes."""
+    return xxhash.xxh3_128(f"{name}:{kind}:{','.join(map(str, shape))}:".encode())
+
+
+def _digest_of(state: xxhash.xxh3_128, data: NDArray[Any]) -> bytes:
     state.update(data.data)  # without the GIL
     return state.digest()
 

@@ -44,7 +44,7 @@ from pdcluster.core.reported import Value
 from pdcluster.core.sampling import Sampling as Sampling
 from pdcluster.core.sampling import Shaping as Shaping
 from pdcluster.core.sampling import TokenLogprobs as TokenLogprobs
-from pdcluster.core.weights import Digest, WeightsVersion
+from pdcluster.core.weights import MAX_TENSORS, Digest, WeightsVersion, WeightTensors
 
 Role = Literal["prefill", "decode", "mixed"]
 # Refused.param where the node does not serve what the request was prepared for.
@@ -134,6 +134,23 @@ class Ticket(Value, frozen=True, array_like=True):
     deadline_s: SecondsLeft
     ranks: NumRanks = 1
     weights: Digest = ""
+
+
+class WeightsTarget(Value, frozen=True, array_like=True):
+    """Where the tensors of one version may be written, once. receiver.adverts: of media that are open for this alone.
+    starts: where each tensor begins in region `region`, in the order in which the tensors were named. is_sealed: our
+    own sockets are encrypted."""
+
+    nonce: Unsigned
+    receiver: Endpoint
+    region: Count
+    starts: Annotated[tuple[BigCount, ...], msgspec.Meta(max_length=MAX_TENSORS)]
+    is_sealed: bool = False
+
+
+# xxh3-128 of tensors by name, as `checkpoint.weights_digest` takes them.
+TensorDigest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+TensorDigests = Annotated[tuple[tuple[Text, TensorDigest], ...], msgspec.Meta(max_length=MAX_TENSORS)]
 
 
 class Pull(Value, frozen=True, array_like=True):
@@ -230,12 +247,32 @@ class ManageAdapter(NodeMessage, frozen=True, array_like=True):
 class PrepareWeights(NodeMessage, frozen=True, array_like=True):
     """Load other weights of the same model beside those that serve. version.digest: what they must have, "" for
     whatever they have. source: a directory or file on the node's machine, or a hub's ORG/NAME; "": the model that the
-    node was started with. Answered when they are
-    ready to be switched to, or cannot be; the node goes on serving. Idempotent; number names the answer."""
+    node was started with; node:NAME: the memory of that node, which serves the version or has it ready. Answered when
+    they are ready to be switched to, or cannot be; the node goes on serving. Idempotent; number names the answer."""
 
     number: BigCount
     version: WeightsVersion
     source: Text
+
+
+class ReceiveWeights(NodeMessage, frozen=True, array_like=True):
+    """Take weights of the same model that `writer` will write; of it only node and incarnation are used. Answered with
+    a target, without one where the node has that version, or refused before any byte is taken. The weights become
+    ready by CommitWeights. A later one replaces an unfinished one. number names the answer."""
+
+    number: BigCount
+    version: WeightsVersion
+    writer: Endpoint
+    tensors: WeightTensors
+
+
+class CommitWeights(NodeMessage, frozen=True, array_like=True):
+    """All bytes of the version are written; these are the digests of its tensors. Answered as PrepareWeights, with an
+    error where another byte landed. Idempotent; number names the answer."""
+
+    number: BigCount
+    version: WeightsVersion
+    digests: TensorDigests
 
 
 class SwitchWeights(NodeMessage, frozen=True, array_like=True):
@@ -485,11 +522,12 @@ class AdapterManaged(NodeMessage, frozen=True, array_like=True):
 
 class WeightsManaged(NodeMessage, frozen=True, array_like=True):
     """Answer to what is asked of weights. error: why it was not done, empty where it was. prepared: the version that
-    is ready to be switched to; None: none is."""
+    is ready to be switched to; None: none is. target: where weights may be written, as ReceiveWeights asks for."""
 
     number: BigCount
     error: Text = ""
     prepared: WeightsVersion | None = None
+    target: WeightsTarget | None = None
 
 
 class FileChunk(NodeMessage, frozen=True, array_like=True):
@@ -594,15 +632,54 @@ class Declined(NodeMessage, frozen=True, array_like=True):
     gave_up: bool = False
 
 
+class FetchWeights(NodeMessage, frozen=True, array_like=True):
+    """Say which tensors you have of that version; a digest of "" is any. Answered by WeightsOffer or WeightsDeclined.
+    nonce names the exchange."""
+
+    nonce: Unsigned
+    version: WeightsVersion
+
+
+class WeightsOffer(NodeMessage, frozen=True, array_like=True):
+    """These tensors are here. Nothing is held for it."""
+
+    nonce: Unsigned
+    tensors: WeightTensors
+
+
+class TakeWeights(NodeMessage, frozen=True, array_like=True):
+    """Write the tensors that you offered, in their order. Answered by WeightsWritten or WeightsDeclined. target.nonce
+    names the exchange."""
+
+    version: WeightsVersion
+    target: WeightsTarget
+
+
+class WeightsWritten(NodeMessage, frozen=True, array_like=True):
+    """All bytes are written; these are the digests of the tensors."""
+
+    nonce: Unsigned
+    digests: TensorDigests
+
+
+class WeightsDeclined(NodeMessage, frozen=True, array_like=True):
+    """The holder does not have that version, or gave up."""
+
+    nonce: Unsigned
+    reason: Text
+
+
 AnyMessage = (
     Hello | Ping | Prefill | Reserve | Deliver | Cancel | Release | Manage | ManageAdapter
-    | PrepareWeights | SwitchWeights | DropWeights | ShareWeights | AskCache | FetchFile
+    | PrepareWeights | ReceiveWeights | CommitWeights | SwitchWeights | DropWeights | ShareWeights | AskCache
+    | FetchFile
     | Welcome | Scheduled | Computed | Reserved | Refused | Tokens | Delivered | Finished | Embedded | Failed | Load
     | CacheDelta | Managed | AdapterManaged | WeightsManaged | FileChunk
     | Commit | CommitAck | Abort | AbortAck | Fetch | Declined
+    | FetchWeights | WeightsOffer | TakeWeights | WeightsWritten | WeightsDeclined
 )  # fmt: skip
 
-WeightsOrder = PrepareWeights | SwitchWeights | DropWeights | ShareWeights
+WeightsOrder = PrepareWeights | ReceiveWeights | CommitWeights | SwitchWeights | DropWeights | ShareWeights
 
 # In one frame.
 MAX_MESSAGES = 1024

@@ -6,11 +6,12 @@ and each load that an operator or a trainer asks for has the next one. Weights o
 
 from __future__ import annotations
 
-from typing import Annotated
+import math
+from typing import Annotated, Literal
 
 import msgspec
 
-from pdcluster.core.bounds import BigCount
+from pdcluster.core.bounds import BigCount, Count
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.reported import Value
 
@@ -45,6 +46,36 @@ class FormerWeights(Value, frozen=True, array_like=True):
     label: Label
     digest: Digest
     source: str = ""
+
+
+# What tensors may be stored as, in the words of safetensors.
+Kind = Literal["F32", "BF16", "F16"]
+KIND_BYTES: dict[str, int] = {"F32": 4, "BF16": 2, "F16": 2}
+MAX_TENSORS = 1 << 16
+MAX_DIMENSIONS = 4
+# Where a source begins with this, the weights come from the memory of a node that has them: node:NAME. Without a name,
+# from whichever has them.
+NODE_SOURCE = "node:"
+
+
+class WeightTensor(Value, frozen=True, array_like=True):
+    """One tensor of a version, without its bytes. name: that of Hugging Face."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    kind: Kind
+    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+
+    @property
+    def nbytes(self) -> int:
+        return KIND_BYTES[self.kind] * math.prod(self.shape)
+
+
+WeightTensors = Annotated[tuple[WeightTensor, ...], msgspec.Meta(max_length=MAX_TENSORS)]
+
+
+def holder_of(source: str) -> str | None:
+    """The node that a source names, "" for any; None for a source that is no node."""
+    return source.removeprefix(NODE_SOURCE) if source.startswith(NODE_SOURCE) else None
 
 
 def check_label(label: str) -> str:

@@ -34,6 +34,8 @@ LEVELS: dict[str, int] = {
     "pdcluster.wire": 6,
     "pdcluster.rpc": 9,
     "pdcluster.bootstrap": 10,
+    # weights between processes
+    "pdcluster.weights": 10,
     # models
     "pdcluster.engine.kernels": 3,
     "pdcluster.engine.model": 3,

@@ -52,13 +52,14 @@ class Fence(Enum):
 @dataclass(frozen=True, slots=True)
 class Region:
     """Memory of this process that takes part in transfers. fd: a file descriptor that others can map (memfd); None when
-    there is none.
+    there is none. is_source: it is only written from, and nobody else gets access to it.
     """
 
     id: int
     address: int
     nbytes: int
     fd: int | None = None
+    is_source: bool = False
 
 
 class Peer(NamedTuple):

@@ -307,6 +307,9 @@ class ShmBackend:
         self._thread.start()
 
     def register(self, region: Region) -> None:
+        if region.is_source:
+            self._regions[region.id] = region
+            return
         if region.fd is None:
             raise ConfigError(
                 f"transfer backend shm needs region {region.id} in shared memory (a memfd); use --transfer tcp instead"
@@ -539,7 +542,7 @@ class ShmBackend:
                 raise ProtocolError(f"boot {peer.incarnation} of {peer.node} was closed before")
             inlet.peer = peer
             self._met.meet(peer, pid, sock)
-        regions = list(self._regions.values())
+        regions = [region for region in self._regions.values() if not region.is_source]
         shared = SharedRegions(tuple((region.id, region.nbytes) for region in regions))
         socket.send_fds(sock, [encode(shared)], [region.fd for region in regions if region.fd is not None])
         return peer

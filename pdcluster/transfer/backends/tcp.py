@@ -511,7 +511,7 @@ class TcpBackend:
         self, link: Link, stamp: Stamp, region_id: int, spans: SpanTable
     ) -> tuple[Region | None, Permit | None]:
         region = self._regions.get(region_id)
-        if region is None or not spans.are_inside(region.nbytes):
+        if region is None or region.is_source or not spans.are_inside(region.nbytes):
             self._counts.add("outside_region")
             return region, None
         return region, self._permits.find(link.peer, stamp.nonce, region_id, spans)

@@ -13,7 +13,7 @@ from pdcluster.core import messages as m
 from pdcluster.core.errors import ProtocolError
 from pdcluster.core.grammar import MAX_CHARS, Grammar
 from pdcluster.core.sampling import Shaping
-from pdcluster.core.weights import WeightsVersion
+from pdcluster.core.weights import WeightsVersion, WeightTensor
 from pdcluster.wire.codec import DIGEST_BYTES, decode, encode, seal
 
 GRAMMAR = Grammar('{"type":"regex","pattern":"a+"}')
@@ -28,6 +28,7 @@ LOGPROBS = m.TokenLogprobs(-0.5, (3, 4), (-0.5, -math.inf))
 TIMINGS = m.LegTimings(queue_s=0.1, transfer_bytes=1 << 40, backend="shm")
 ROOT = (1e-3, -1e-5, 1e-6, 0.0, -1e-9, 1e-10)
 COST = m.CostReport(0.01, 1e-4, 1e-9, 0.004, 1e-4, 1e-8, 512, 9, 1 << 40, 0.1, 0.02, ROOT, 0.2, 10.0, ROOT)
+TENSOR = WeightTensor("model.norm.weight", "BF16", (64,))
 MESSAGES: tuple[m.AnyMessage, ...] = (
     m.Hello("router", (("req-1", 0, 3),)),
     m.Ping(),
@@ -67,6 +68,13 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
     m.ManageAdapter(7, "sql", "/adapters/sql"),
     m.AdapterManaged(7, "no such directory", "d1"),
     m.PrepareWeights(8, WeightsVersion("tuned", 1, "d1"), "/checkpoints/7"),
+    m.ReceiveWeights(8, WeightsVersion("tuned", 1), WRITER, (TENSOR,)),
+    m.CommitWeights(8, WeightsVersion("tuned", 1), ((TENSOR.name, bytes(16)),)),
+    m.FetchWeights(2**64 - 1, WeightsVersion("tuned", 1, "d1")),
+    m.WeightsOffer(5, (TENSOR,)),
+    m.TakeWeights(WeightsVersion("tuned", 1, "d1"), m.WeightsTarget(5, READER, 0, (4096,), True)),
+    m.WeightsWritten(5, ((TENSOR.name, bytes(16)),)),
+    m.WeightsDeclined(5, "gone"),
     m.SwitchWeights(9, 1, 2.5, 10.0),
     m.DropWeights(10),
     m.ShareWeights(11, 50.0),

@@ -1,0 +1,1 @@
+"""Weights of a cluster that serves."""

@@ -1,0 +1,156 @@
+"""Weights of one version as safetensors files that this process can map and give to others.
+
+Weights that were pushed have one file, in shared memory without a name. Weights that were loaded from a directory have
+its files, or the copies of these (`held_files`). The kernel frees the memory with the last mapping after `close`.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pdcluster.checkpoint.inspection import OBSOLETE, check_stored_type
+from pdcluster.core.errors import ModelError
+from pdcluster.core.weights import KIND_BYTES, WeightTensor
+
+# Of a new image: tensors begin at a page.
+ALIGN_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class MappedTensor:
+    """A tensor and where its bytes are: `offset` in a file of the image, `address` in this process."""
+
+    tensor: WeightTensor
+    file: int
+    offset: int
+    address: int
+
+
+class WeightImage:
+    """Files of one version, open and mapped. Any thread may close it; who reads it holds `reading`.
+
+    paths: where they are opened, by this process and its children.
+    digests: of its tensors by name, where somebody said them; None: nobody did.
+    """
+
+    def __init__(self, fds: Sequence[int], tensors: Sequence[tuple[WeightTensor, int, int]], *, writes: bool) -> None:
+        """Takes over the descriptors. tensors: with their files and offsets. writes: map them to be written."""
+        self.fds = list(fds)
+        self.paths = tuple(Path(f"/proc/{os.getpid()}/fd/{fd}") for fd in self.fds)
+        self.digests: dict[str, bytes] | None = None
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writes else 0)
+        self._maps = [mmap.mmap(fd, 0, flags=mmap.MAP_SHARED, prot=access) for fd in self.fds]
+        self._bytes = [np.frombuffer(each, dtype=np.uint8) for each in self._maps]
+        self._addresses = [each.ctypes.data for each in self._bytes]
+        self.tensors = tuple(
+            MappedTensor(tensor, file, offset, self._addresses[file] + offset) for tensor, file, offset in tensors
+        )
+        self._lock = threading.Lock()
+        self._num_readers, self._is_closed = 0, False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self._bytes))
+
+    def address(self, file: int = 0) -> int:
+        return self._addresses[file]
+
+    def memory(self, file: int = 0) -> memoryview:
+        """Bytes of one file. The image stays open while they are used."""
+        return self._bytes[file].data
+
+    def hold(self) -> bool:
+        """Keep it mapped for a reader. False where it is closed."""
+        with self._lock:
+            self._num_readers += not self._is_closed
+            return not self._is_closed
+
+    def release(self) -> None:
+        """A reader is done."""
+        with self._lock:
+            self._num_readers -= 1
+            self._let_go()
+
+    def close(self) -> None:
+        """No more can be opened, once the last reader is done. What others mapped stays. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._is_closed and not self._num_readers:
+            self._bytes.clear()
+            self._maps.clear()  # unmapped with the last view
+            while self.fds:
+                os.close(self.fds.pop())
+
+
+def new_image(tensors: Sequence[WeightTensor]) -> WeightImage:
+    """One file in shared memory, whose tensors are to be written. Raises ModelError where there is no memory for its
+    header.
+    """
+    ordered = sorted(tensors, key=lambda tensor: -KIND_BYTES[tensor.kind])
+    header, starts = _header_of(ordered)
+    fd = os.memfd_create("pdcluster-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, len(header) + sum(tensor.nbytes for tensor in tensors))
+        os.pwrite(fd, header, 0)
+        at = {tensor.name: len(header) + start for tensor, start in zip(ordered, starts, strict=True)}
+        return WeightImage([fd], [(tensor, 0, at[tensor.name]) for tensor in tensors], writes=True)
+    except OSError as error:
+        os.close(fd)
+        raise ModelError(f"there is no memory for weights of {len(tensors)} tensors: {error.strerror}") from error
+
+
+def open_image(files: Sequence[Path]) -> WeightImage:
+    """The tensors of safetensors files, to be read. Raises ModelError for a file that is none."""
+    fds: list[int] = []
+    try:
+        tensors: list[tuple[WeightTensor, int, int]] = []
+        for number, file in enumerate(files):
+            fds.append(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+            tensors += [(tensor, number, offset) for tensor, offset in _tensors_in(file, fds[-1])]
+        return WeightImage(fds, tensors, writes=False)
+    except BaseException as error:
+        for fd in fds:
+            os.close(fd)
+        if isinstance(error, OSError):
+            raise ModelError(f"{error.filename} cannot be read: {error.strerror}") from error
+        raise
+
+
+def _header_of(tensors: Sequence[WeightTensor]) -> tuple[bytes, list[int]]:
+    """The head of a safetensors file with these tensors one after the other, and where each begins behind it."""
+    starts, entries, end = list[int](), dict[str, object](), 0
+    for tensor in tensors:
+        starts.append(end)
+        end += tensor.nbytes
+        entries[tensor.name] = {"dtype": tensor.kind, "shape": tensor.shape, "data_offsets": (starts[-1], end)}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    nbytes = -(-(len(text) + 8) // ALIGN_BYTES) * ALIGN_BYTES - 8
+    return nbytes.to_bytes(8, "little") + text.ljust(nbytes), starts
+
+
+def _tensors_in(file: Path, fd: int) -> list[tuple[WeightTensor, int]]:
+    """With their offsets in the file. Its reader has checked the rest."""
+    header_bytes = int.from_bytes(os.pread(fd, 8, 0), "little")
+    try:
+        header = json.loads(os.pread(fd, header_bytes, 8))
+    except (ValueError, OverflowError) as error:
+        raise ModelError(f"{file} is no safetensors file; download it again") from error
+    found = []
+    for name, entry in header.items():
+        if name == "__metadata__" or name.endswith(OBSOLETE):
+            continue
+        check_stored_type(file, name, entry["dtype"])
+        tensor = WeightTensor(name, entry["dtype"], tuple(entry["shape"]))
+        found.append((tensor, 8 + header_bytes + entry["data_offsets"][0]))
+    return found

@@ -1,0 +1,1 @@
+"""Weights that are pushed to nodes and passed on between them."""
