@@ -26,7 +26,7 @@ from pdcluster.bootstrap.card_messages import adapters_to_proto, card_to_proto, 
 from pdcluster.bootstrap.credentials import NAME_OPTIONS, BootstrapCredentials
 from pdcluster.bootstrap.merging import RegistryMerge
 from pdcluster.core.errors import BadRequest, ConfigError, NameTaken, PdclusterError, Unavailable
-from pdcluster.core.messages import Role
+from pdcluster.core.messages import Endpoint, Role
 from pdcluster.processes.tasks import running
 from pdcluster.rpc import bootstrap_pb2 as pb
 from pdcluster.rpc import bootstrap_pb2_grpc as stubs
@@ -106,6 +106,8 @@ class NodeAgent:
         self._watching: dict[str, grpc.Call] = {}
         self._merge = RegistryMerge()
         self._cluster: ClusterSnapshot | None = None
+        self._has_heard = threading.Event()
+        self._is_watching = False
         self._registered: Callable[[], None] | None = None
         self._threads: list[threading.Thread] = []
         self._registered_at: set[str] = set()
@@ -119,10 +121,32 @@ class NodeAgent:
         """Begin to register. Returns at once. An agent's thread calls `registered` once, when the first bootstrap took
         the node.
         """
-        self._card, self._registered = card, registered
+        with self._lock:
+            self._card, self._registered = card, registered
         for address, nudge in zip(self._addresses, self._nudges, strict=True):
             self._run_thread(f"bootstrap {address}", partial(self._keep, address, nudge))
-            self._run_thread(f"bootstrap {address} watch", partial(self._watch, address))
+        self._start_watching()
+
+    def _start_watching(self) -> None:
+        if not self._is_watching:
+            self._is_watching = True
+            for address in self._addresses:
+                self._run_thread(f"bootstrap {address} watch", partial(self._watch, address))
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the node registers."""
+        with self._lock:
+            return self._card is not None
+
+    def cards(self, timeout_s: float) -> tuple[NodeCard, ...]:
+        """The nodes of the cluster. Waits for the first word of a bootstrap; none where none comes. May be called
+        before `start`.
+        """
+        self._start_watching()
+        self._has_heard.wait(timeout_s)
+        with self._lock:
+            return () if self._cluster is None else self._cluster.nodes
 
     def gone(self) -> list[Peer]:
         """Boots of other nodes that left the cluster since the last call.
@@ -139,6 +163,12 @@ class NodeAgent:
             if isinstance(news, BaseException):
                 raise news
             peers.append(news)
+
+    def find(self, name: str) -> Endpoint | None:
+        """Another node, as the bootstraps have it."""
+        with self._lock:
+            cards = () if self._cluster is None else self._cluster.nodes
+        return next((card.endpoint for card in cards if card.node == name), None)
 
     def set_draining(self, is_draining: bool = True) -> None:
         """Tell the cluster whether this node takes no new work."""
@@ -286,6 +316,7 @@ class NodeAgent:
             if now is None:
                 return
             self._cluster = now
+            self._has_heard.set()
             own = None if self._card is None else self._card.peer
         for peer in now.gone_since(before):
             if peer != own:

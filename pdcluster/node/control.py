@@ -22,6 +22,7 @@ from pdcluster.core.messages import (
     AnyMessage,
     AskCache,
     Cancel,
+    CommitWeights,
     Deliver,
     DropWeights,
     FetchFile,
@@ -31,6 +32,7 @@ from pdcluster.core.messages import (
     ManageAdapter,
     Prefill,
     PrepareWeights,
+    ReceiveWeights,
     Release,
     Reserve,
     Role,
@@ -215,7 +217,7 @@ class NodeControl:
         loader: by default one that refuses to load.
         """
         self._links, self._side = links, side
-        self._loader = loader or WeightsLoader(links.me.node, links.outbox, None)
+        self._loader = loader or WeightsLoader(links.me, links.outbox, None)
         self._health = health
         self._drain_s = drain_s
         self._clock = clock
@@ -333,6 +335,20 @@ class NodeControl:
             self._leave_by, self._has_moved = self._clock() + message.finish_s, False
             self._links.standing.set_switching(True)
 
+    def catch_up(self, order: PrepareWeights, share: float) -> bool:
+        """Load other weights before the node has registered, and have `run` go over to them at once. False where that
+        failed, or the node stops.
+        """
+        standing = self._links.standing
+        self._loader.catch_up(self._links.me, order)
+        while self._loader.is_preparing and not standing.is_draining:
+            self._wait()
+            self.turn()
+        if standing.is_draining or self._loader.prepared is None:
+            return False
+        self._switch_weights(self._links.me, SwitchWeights(0, order.version.epoch, 0.0, share))
+        return self._loader.is_switching
+
     def _stay(self, reason: str) -> None:
         """The switch is off; the node takes work again."""
         self._loader.stay(reason)
@@ -353,9 +369,9 @@ class NodeControl:
             if isinstance(event, LeaseEnded):
                 self._lose_router(event.peer)
             if isinstance(event, LinkLost):
-                self._side.node_gone(event.peer)
+                self._lose_node(event.peer)
         for peer in links.neighbours.gone():
-            self._side.node_gone(peer)
+            self._lose_node(peer)
 
     def handle(self, received: Received) -> None:
         """Act on one message."""
@@ -364,7 +380,9 @@ class NodeControl:
             self._on_router_message(peer, message)
         elif isinstance(message, Hello):
             self._links.hub.send(peer, Welcome(self._links.standing.role))
-        elif received.kind == "node" and self._side.node_message(peer, message):
+        elif received.kind == "node" and (
+            self._loader.exchange.on_message(peer, message) or self._side.node_message(peer, message)
+        ):
             return
         elif not isinstance(message, Welcome):
             logger.warning("node %s sent a %s, which only routers send: dropped", peer.node, type(message).__name__)
@@ -392,6 +410,10 @@ class NodeControl:
             side.manage_adapter(router, message)
         elif isinstance(message, PrepareWeights):
             self._loader.load(router, message)
+        elif isinstance(message, ReceiveWeights):
+            self._loader.receive(router, message)
+        elif isinstance(message, CommitWeights):
+            self._loader.commit(router, message)
         elif isinstance(message, SwitchWeights):
             self._switch_weights(router, message)
         elif isinstance(message, DropWeights):
@@ -424,6 +446,10 @@ class NodeControl:
                 outbox.message(router, ended.word)
             elif not self._side.awaits(request, attempt):
                 yield request, attempt
+
+    def _lose_node(self, peer: Peer) -> None:
+        self._loader.exchange.node_gone(peer)
+        self._side.node_gone(peer)
 
     def _lose_router(self, router: Peer) -> None:
         logger.warning("router %s is gone: its requests are cancelled", router.node)

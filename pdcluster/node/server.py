@@ -26,11 +26,14 @@ from pdcluster.bootstrap.credentials import Identity, bootstrap_credentials
 from pdcluster.checkpoint.bundled import path as bundled_model
 from pdcluster.checkpoint.hub import local_model, served_name
 from pdcluster.checkpoint.inspection import check_model_files
+from pdcluster.checkpoint.weight_image import WeightImage
 from pdcluster.core.messages import PrepareWeights, Role
 from pdcluster.core.weights import FormerWeights, WeightsVersion
+from pdcluster.node.catching_up import catch_up
 from pdcluster.node.control import EngineSide, NodeControl, NodeLinks
 from pdcluster.node.reports.health import NodeHealth
 from pdcluster.node.reports.load_report import ModelFiles
+from pdcluster.node.weights_exchange import ImageIntake
 from pdcluster.node.weights_loader import WeightsLoader
 from pdcluster.processes.garbage import collect_seldom
 from pdcluster.processes.leaving import leave_if_stuck
@@ -79,12 +82,14 @@ class OpenedEngine:
     """A started engine, and how its node talks.
 
     prepare: loads other weights beside these, on a thread; None: the engine cannot while it runs.
+    intake: how it takes weights from other processes' memory; None: it does not.
     """
 
     links: NodeLinks
     side: EngineSide
     card: NodeCard
-    prepare: Callable[[PrepareWeights], NextBoot] | None = None
+    prepare: Callable[[PrepareWeights, WeightImage | None], NextBoot] | None = None
+    intake: ImageIntake | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,7 @@ class NextBoot:
     source: where the weights come from.
     open: builds the node around the engine, which its engine_stack closes from then on.
     free: closes the engine where it is not opened.
+    image: the weights' bytes, for other nodes, as long as the boot serves.
     """
 
     version: WeightsVersion
@@ -102,10 +108,13 @@ class NextBoot:
     open: Callable[[NodeProcess], OpenedEngine]
     free: Callable[[], None]
     source: str = ""
+    image: WeightImage | None = None
     ended: threading.Event = field(default_factory=threading.Event)
 
     def close(self) -> None:
         self.free()
+        if self.image is not None:
+            self.image.close()
         self.ended.set()
 
 
@@ -132,13 +141,16 @@ def _serve_boot(
     config, health, is_first = process.config, process.health, process.health.identity == {}
     with ExitStack() as engine_stack, ExitStack() as stack:
         engine_stack.callback(boot.ended.set)
+        if boot.image is not None:
+            engine_stack.callback(boot.image.close)
         opened = boot.open(replace(process, stack=stack, engine_stack=engine_stack))
         links, card = opened.links, opened.card
         stack.callback(links.hub.close)
         links.acceptance.models = frozenset(card.model_digests)
         links.acceptance.embeds = card.capabilities.embeds
         links.acceptance.block_tokens = card.hash_block_tokens
-        loader = WeightsLoader(card.node, links.outbox, opened.prepare)
+        serving = card.weights_version, boot.image
+        loader = WeightsLoader(card.peer, links.outbox, opened.prepare, opened.intake, serving)
         control = NodeControl(
             links,
             opened.side,
@@ -154,10 +166,11 @@ def _serve_boot(
             "weights": card.weights_label, "weights_epoch": str(card.weights_epoch),
         }  # fmt: skip
         health.stage = "registering"
-        if is_first:
-            process.agent.start(card, registered=lambda: _announce_ready(config, card, health_address))
-        else:
+        newer = catch_up(process.agent, control, card) if is_first and opened.intake is not None else None
+        if newer is None and process.agent.is_started:
             process.agent.succeed(card)
+        elif newer is None:
+            process.agent.start(card, registered=lambda: _announce_ready(config, card, health_address))
         if is_first:
             collect_seldom()
         else:
@@ -171,6 +184,8 @@ def _serve_boot(
         if loader.num_busy:
             process.end_stack.callback(leave_if_stuck, loader.num_busy, 0)
     assert following is None or isinstance(following, NextBoot)
+    if following is not None and newer is not None:
+        following = replace(following, source=newer.source)
     share = process.weights_share if following is None else loader.share
     left = replace(process, role=standing.role, is_cordoned=standing.is_cordoned, weights_share=share)
     if following is not None:

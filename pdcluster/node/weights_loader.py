@@ -11,13 +11,24 @@ import os
 import threading
 from collections.abc import Callable
 from enum import Enum, auto
+from queue import SimpleQueue
 from typing import Protocol
 
+from pdcluster.checkpoint.weight_image import WeightImage
 from pdcluster.core.errors import PdclusterError
 from pdcluster.core.lifecycle import Table
-from pdcluster.core.messages import DropWeights, PrepareWeights, SwitchWeights, WeightsManaged
-from pdcluster.core.weights import WeightsVersion
+from pdcluster.core.messages import (
+    CommitWeights,
+    DropWeights,
+    PrepareWeights,
+    ReceiveWeights,
+    SwitchWeights,
+    WeightsManaged,
+    WeightsTarget,
+)
+from pdcluster.core.weights import NODE_SOURCE, WeightsVersion, holder_of
 from pdcluster.node.outbox import Outbox
+from pdcluster.node.weights_exchange import ImageIntake, WeightsExchange
 from pdcluster.transfer.backends.base import Peer
 
 logger = logging.getLogger(__name__)
@@ -33,6 +44,11 @@ class PreparedBoot(Protocol):
     def version(self) -> WeightsVersion: ...
 
     @property
+    def image(self) -> WeightImage | None:
+        """The version's bytes, to be given to others."""
+        ...
+
+    @property
     def ended(self) -> threading.Event:
         """Set once its engine is closed. Its ranks die with the thread that started them, so that lives on until
         then.
@@ -44,7 +60,8 @@ class PreparedBoot(Protocol):
         ...
 
 
-Prepare = Callable[[PrepareWeights], PreparedBoot]
+# Takes over the image, if it is given one: the weights are in it.
+Prepare = Callable[[PrepareWeights, WeightImage | None], PreparedBoot]
 
 
 class LoaderState(Enum):
@@ -73,10 +90,25 @@ LOADER: Table[LoaderState] = Table(
 class WeightsLoader:
     """wakeup_fd: readable when the thread is done.
     prepare: called on the thread; None: the node's engine loads no other weights while it runs.
+    intake: None: it takes none from other processes' memory.
+    serving: the version of this boot, and its bytes where others may have them.
     """
 
-    def __init__(self, node: str, outbox: Outbox, prepare: Prepare | None) -> None:
-        self._node, self._outbox, self._prepare = node, outbox, prepare
+    def __init__(
+        self,
+        me: Peer,
+        outbox: Outbox,
+        prepare: Prepare | None,
+        intake: ImageIntake | None = None,
+        serving: tuple[WeightsVersion, WeightImage | None] = (WeightsVersion(), None),
+    ) -> None:
+        self._node, self._outbox, self._prepare = me.node, outbox, prepare
+        self.exchange = WeightsExchange(me, outbox, self._post, intake, serving)
+        # What threads have for the loop's thread to do.
+        self._posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        # Replaces what is received now, once its thread has ended.
+        self._next: tuple[Peer, ReceiveWeights] | None = None
+        self._is_receiving = False
         self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._state = L.IDLE
         # What is loaded, and who waits for it, with the number of each question.
@@ -98,6 +130,10 @@ class WeightsLoader:
         return self._state is L.SWITCHING
 
     @property
+    def is_preparing(self) -> bool:
+        return self._state is L.PREPARING
+
+    @property
     def prepared(self) -> WeightsVersion | None:
         return None if self._prepared is None else self._prepared.version
 
@@ -107,37 +143,98 @@ class WeightsLoader:
         assert self._switch is not None  # one is under way
         return self._switch[1].share
 
+    def catch_up(self, me: Peer, message: PrepareWeights) -> None:
+        """Begin to load for this node itself."""
+        assert self._prepare is not None and self._state is L.IDLE
+        self._begin(me, message)
+        self._waiting.clear()
+
     def load(self, router: Peer, message: PrepareWeights) -> None:
         """Begin to load, or answer at once: it is loaded, or cannot be now."""
         if self._prepare is None:
             reason = f"the engine of node {self._node} loads no other weights while it runs; start a node with them"
             self._answer(router, message.number, reason)
         elif self._state is L.IDLE:
-            self._state = LOADER[self._state, "prepare"]
-            self._wanted, self._is_dropped = message, False
-            self._waiting = [(router, message.number)]
-            self._is_done.clear()
-            threading.Thread(target=self._run, args=(message,), name="weights", daemon=True).start()
+            self._begin(router, message)
         elif self._state is L.PREPARED and not self._is_wanted(message):
             self._state = LOADER[self._state, "drop"]
             self._free()
             self.load(router, message)
         elif not self._is_wanted(message):
-            self._answer(
-                router, message.number,
-                f"node {self._node} has {self._wanted.version if self._wanted else 'other weights'} in hand; drop them "
-                "first, or wait until they serve",
-            )  # fmt: skip
+            self._answer(router, message.number, self._in_hand())
         elif self._state is L.PREPARING:
             self._is_dropped = False
             self._waiting.append((router, message.number))
         else:
             self._answer(router, message.number)
 
+    def _begin(self, router: Peer, message: PrepareWeights, receives: ReceiveWeights | None = None) -> None:
+        self._state = LOADER[self._state, "prepare"]
+        self._wanted, self._is_dropped, self._is_receiving = message, False, receives is not None
+        self._waiting = [(router, message.number)]
+        self._is_done.clear()
+        threading.Thread(target=self._run, args=(message, receives), name="weights", daemon=True).start()
+
+    def _in_hand(self) -> str:
+        return (
+            f"node {self._node} has {self._wanted.version if self._wanted else 'other weights'} in hand; drop them "
+            "first, or wait until they serve"
+        )
+
+    def receive(self, router: Peer, message: ReceiveWeights) -> None:
+        """Take weights that somebody writes, or answer at once: they are here, or cannot be taken."""
+        serving, number = self.exchange.serving[0], message.number
+        wanted = PrepareWeights(number, message.version, NODE_SOURCE)
+        if self._prepare is None or self.exchange.intake is None:
+            self._answer(router, number, f"the engine of node {self._node} takes no weights while it runs")
+        elif (serving.label, serving.epoch) == (message.version.label, message.version.epoch):
+            self._outbox.message(router, WeightsManaged(number, "", serving))
+        elif self._state is L.IDLE:
+            self._begin(router, wanted, message)
+        elif self._state in (L.PREPARED, L.SWITCHING) and self._is_wanted(wanted):
+            self._answer(router, number)
+        elif self._state is L.PREPARED:
+            self._state = LOADER[self._state, "drop"]
+            self._free()
+            self._begin(router, wanted, message)
+        elif self._state is L.PREPARING and self._is_receiving:
+            self.exchange.stop("another transfer of weights takes this one's place")
+            self._next = router, message
+        else:
+            self._answer(router, number, self._in_hand())
+
+    def commit(self, router: Peer, message: CommitWeights) -> None:
+        """All bytes of what is received are written. Of weights that are here already, check that they are the same."""
+        version, number = message.version, message.number
+        image = self.exchange.image_of(version)
+        if image is not None:
+            serving = self.exchange.serving[0]
+            found = serving if serving.label == version.label else self.prepared
+            is_same = image.digests is not None and image.digests == dict(message.digests)
+            reason = f"node {self._node} has other weights as {version}; push these under another label"
+            self._outbox.message(router, WeightsManaged(number, "" if is_same else reason, found))
+        elif (
+            self._state is L.PREPARING and self._is_receiving and self._wanted is not None
+            and self._wanted.version == version and self.exchange.commit(message.digests)
+        ):  # fmt: skip
+            self._waiting.append((router, number))
+        else:
+            self._answer(router, number, f"node {self._node} receives no weights {version}; push them again")
+
+    def _opened(self, target: WeightsTarget) -> None:
+        """The thread can be written to."""
+        waiting, self._waiting = self._waiting, []
+        for router, number in waiting:
+            self._outbox.message(router, WeightsManaged(number, "", self.prepared, target))
+
     def _is_wanted(self, message: PrepareWeights) -> bool:
-        """Whether that is what is loaded. The digest may have been asked for only later."""
+        """Whether that is what is loaded. The digest may have been asked for only later. Which node gave weights does
+        not matter.
+        """
         wanted = self._wanted
-        if wanted is None or (wanted.version.epoch, wanted.source) != (message.version.epoch, message.source):
+        if wanted is None or wanted.version.epoch != message.version.epoch:
+            return False
+        if wanted.source != message.source and None in (holder_of(wanted.source), holder_of(message.source)):
             return False
         known = wanted.version.digest or ("" if self._prepared is None else self._prepared.version.digest)
         return wanted.version.label == message.version.label and message.version.digest in ("", known)
@@ -150,6 +247,7 @@ class WeightsLoader:
             self._state = LOADER[self._state, "drop"]
             self._free()
         self._is_dropped = True
+        self.exchange.stop("nobody wants these weights any more")
         self._answer(router, message.number)
 
     def switch(self, router: Peer, message: SwitchWeights) -> bool:
@@ -185,6 +283,10 @@ class WeightsLoader:
             os.eventfd_read(self.wakeup_fd)
         except BlockingIOError:
             return
+        while not self._posted.empty():
+            self._posted.get_nowait()()
+        if self._state is not L.PREPARING or not self._is_done.is_set():
+            return
         result, self._result, error = self._result, None, ""
         assert result is not None  # the thread sets it first
         if isinstance(result, Exception):
@@ -192,15 +294,20 @@ class WeightsLoader:
             self._wanted = None
         else:
             self._state, self._prepared = LOADER[self._state, "prepared"], result
+            self.exchange.prepared = result.version, result.image
             if self._is_dropped:
                 self._state, error = LOADER[self._state, "drop"], "they were dropped meanwhile"
                 self._free()
         waiting, self._waiting = self._waiting, []
         for router, number in waiting:
             self._answer(router, number, error)
+        following, self._next = self._next, None
+        if following is not None:
+            self.receive(*following)
 
     def close(self) -> None:
         """Free what is not taken over. A load that still runs has STOP_S to end. Idempotent."""
+        self.exchange.close()
         if self._state is L.PREPARING and self._is_done.wait(STOP_S):
             self._prepared = None if isinstance(self._result, Exception) else self._result
         self._free()
@@ -216,6 +323,7 @@ class WeightsLoader:
 
     def _free(self) -> None:
         prepared, self._prepared, self._wanted = self._prepared, None, None
+        self.exchange.prepared = None
         if prepared is not None:
             logger.info("the weights %s are dropped", prepared.version)
             prepared.close()
@@ -223,13 +331,32 @@ class WeightsLoader:
     def _answer(self, router: Peer, number: int, error: str = "") -> None:
         self._outbox.message(router, WeightsManaged(number, error, self.prepared))
 
-    def _run(self, message: PrepareWeights) -> None:
+    def _post(self, action: Callable[[], None]) -> None:
+        """Have the loop's thread do something. Called by threads."""
+        self._posted.put(action)
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._closing:
+            if not self._is_closed:
+                os.eventfd_write(self.wakeup_fd, 1)
+
+    def _image(self, message: PrepareWeights, receives: ReceiveWeights | None) -> WeightImage | None:
+        """What comes from another process's memory. Blocks."""
+        if receives is not None:
+            writer = Peer(receives.writer.node, receives.writer.incarnation)
+            return self.exchange.receive(
+                writer, receives.tensors, lambda receiver: self._post(lambda: self._opened(receiver.target))
+            )
+        return None if holder_of(message.source) is None else self.exchange.fetch(message)
+
+    def _run(self, message: PrepareWeights, receives: ReceiveWeights | None) -> None:
         """On the thread."""
         assert self._prepare is not None  # as `load` checked
         logger.info("loading the weights %s from %s", message.version, message.source)
         result: PreparedBoot | Exception
         try:
-            result = self._prepare(message)
+            result = self._prepare(message, self._image(message, receives))
         except PdclusterError as error:
             logger.warning("the weights %s cannot be loaded: %s", message.version, error)
             result = error
@@ -238,8 +365,6 @@ class WeightsLoader:
             result = error
         self._result = result
         self._is_done.set()
-        with self._closing:
-            if not self._is_closed:
-                os.eventfd_write(self.wakeup_fd, 1)
+        self._wake()
         if not isinstance(result, Exception):
             result.ended.wait()

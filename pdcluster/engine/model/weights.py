@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -106,6 +106,17 @@ def load_weights(
         return _taken(_Taker(stored, TORCH_DTYPE[chosen], device), config, chosen, digests)
 
 
+def expected_tensors(config: ModelConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Names and shapes of the tensors that a checkpoint of the model must have, and of those that it may have."""
+    shapes = _Shapes()
+    with Digester(1) as digests:
+        _taken(shapes, config, "float32", digests)
+    tied: dict[str, tuple[int, ...]] = {}
+    if config.tie_word_embeddings:
+        tied[HEAD] = config.vocab_size, config.hidden_size
+    return shapes.taken, tied
+
+
 def _check_unchanged(file: Path, before: os.stat_result) -> None:
     """Digests and values of a GGUF file are made one after the other. Raises ModelError where they may differ."""
     now = file.stat()
@@ -113,7 +124,7 @@ def _check_unchanged(file: Path, before: os.stat_result) -> None:
         raise ModelError(f"{file} changed while it was read; load it again when it is whole")
 
 
-def _taken(take: _Taker, config: ModelConfig, dtype: DType, digests: Digester) -> Weights:
+def _taken(take: _Tensors, config: ModelConfig, dtype: DType, digests: Digester) -> Weights:
     width = config.hidden_size
     embedding = take("model.embed_tokens.weight", config.vocab_size, width)
     layers = tuple(_layer(take, config, index) for index in range(config.num_layers))
@@ -159,6 +170,33 @@ def _choose_dtype(choice: DTypeChoice, config: ModelConfig, stored: dict[str, Te
     return served
 
 
+class _Tensors(Protocol):
+    """What a model's tensors are taken from."""
+
+    def __call__(self, name: str, *shape: int) -> Tensor: ...
+
+    def has(self, name: str) -> bool: ...
+
+    def finish(self) -> None: ...
+
+
+class _Shapes:
+    """Notes what would be taken."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, tuple[int, ...]] = {}
+
+    def __call__(self, name: str, *shape: int) -> Tensor:
+        self.taken[name] = shape
+        return torch.empty(0)
+
+    def has(self, name: str) -> bool:
+        return False
+
+    def finish(self) -> None:
+        """Nothing is left over."""
+
+
 class _Taker:
     """Hands out each tensor once, checked, cast and moved, so that what nobody took can be refused."""
 
@@ -187,7 +225,7 @@ class _Taker:
             )
 
 
-def _tied_head(take: _Taker, embedding: Tensor) -> Tensor:
+def _tied_head(take: _Tensors, embedding: Tensor) -> Tensor:
     """Some checkpoints store the tied head a second time; that is fine as long as it is the same."""
     if take.has(HEAD) and not torch.equal(take(HEAD, *embedding.shape), embedding):
         raise ModelError(
@@ -196,7 +234,7 @@ def _tied_head(take: _Taker, embedding: Tensor) -> Tensor:
     return embedding
 
 
-def _layer(take: _Taker, config: ModelConfig, index: int) -> LayerWeights:
+def _layer(take: _Tensors, config: ModelConfig, index: int) -> LayerWeights:
     at = f"model.layers.{index}."
     width, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

@@ -14,10 +14,11 @@ from msgspec.structs import replace as replace_fields
 
 from pdcluster.bootstrap.card import NodeCard
 from pdcluster.checkpoint.hub import local_model
+from pdcluster.checkpoint.weight_image import WeightImage
 from pdcluster.core.errors import ConfigError, ModelError
 from pdcluster.core.messages import PROTOCOL_VERSION, PrepareWeights
 from pdcluster.core.version import VERSION
-from pdcluster.core.weights import WeightsVersion
+from pdcluster.core.weights import NODE_SOURCE, WeightsVersion
 from pdcluster.engine.engine import Engine
 from pdcluster.engine.ops.batch_invariant import invariant_arithmetic
 from pdcluster.engine.ops.quantized import int8_arithmetic
@@ -27,8 +28,16 @@ from pdcluster.node.native.components import NodeComponents
 from pdcluster.node.native.engine_side import NativeSide
 from pdcluster.node.native.engine_start import NodeEngine, engine_config, is_sealed, start_engine
 from pdcluster.node.native.tensor_parallel.endpoint_client import RankLink
-from pdcluster.node.native.weights_source import check_replacement, check_same, held_files, hold_beside
+from pdcluster.node.native.weights_source import (
+    check_received,
+    check_replacement,
+    check_same,
+    held_files,
+    hold_beside,
+    image_of,
+)
 from pdcluster.node.server import NextBoot, NodeProcess, OpenedEngine, new_incarnation, serve
+from pdcluster.node.weights_exchange import ImageIntake
 from pdcluster.processes.leaving import leave_last
 from pdcluster.scheduler.limits import SchedulerLimits, logprob_tokens_of
 from pdcluster.settings.config import NodeConfig
@@ -91,37 +100,78 @@ def open_around(engine: NodeEngine, version: WeightsVersion, process: NodeProces
         weights_source=process.weights_source,
         weights_former=process.weights_former,
     )
-    return OpenedEngine(parts.links, side, card, partial(prepare, process, engine.local))
+    intake = _intake(process, engine.local, card.address)
+    return OpenedEngine(parts.links, side, card, partial(prepare, process, engine.local), intake)
 
 
-def prepare(process: NodeProcess, serving: Engine, message: PrepareWeights) -> NextBoot:
+def prepare(process: NodeProcess, serving: Engine, message: PrepareWeights, image: WeightImage | None) -> NextBoot:
     """Load other weights of the model beside those that serve, and warm them up. Nothing that serves changes.
 
+    image: holds them; None: they are in files.
     Raises ModelError for weights that do not fit or have another digest than was asked for, ConfigError where memory
     is short.
     """
-    config, wanted = process.config, message.version
-    source = local_model(Path(message.source)) if message.source else process.model_dir
-    check_replacement(source, process.model_dir, serving.config)
-    held = hold_beside(config, source)
+    wanted, source = message.version, message.source
+    if image is None:
+        found = local_model(Path(source)) if source else process.model_dir
+        check_replacement(found, process.model_dir, serving.config)
+        held = hold_beside(process.config, found)
+        image = image_of(found, held)
+        files = () if held is None else held.paths
+    else:
+        found, held, source, files = process.model_dir, None, NODE_SOURCE, image.paths
+    me = Peer(process.me.node, new_incarnation())
+    try:
+        engine = _start_beside(process, serving, me, found, files)
+        version = replace_fields(wanted, digest=engine.local.weights_digest)
+        try:
+            check_same(engine.local, serving, wanted.digest)
+        except ModelError:
+            engine.driver.close()
+            raise
+    except BaseException:
+        if image is not None:
+            image.close()
+        raise
+    finally:
+        if held is not None:
+            held.close()
+    return NextBoot(version, me, partial(open_around, engine, version), engine.driver.close, source, image)
+
+
+def _start_beside(process: NodeProcess, serving: Engine, me: Peer, model: Path, files: tuple[Path, ...]) -> NodeEngine:
+    config = process.config
     own = replace(
-        engine_config(config, source),
-        weights_files=() if held is None else held.paths,
+        engine_config(config, model),
+        weights_files=files,
         num_pages=serving.num_pages,
         populates=False,
         text_dir=process.model_dir,
     )
-    me = Peer(process.me.node, new_incarnation())
-    engine = start_engine(config, own, me, KV_REGION)
-    if held is not None:
-        held.close()
-    version = replace_fields(wanted, digest=engine.local.weights_digest)
-    try:
-        check_same(engine.local, serving, wanted.digest)
-    except ModelError:
-        engine.driver.close()
-        raise
-    return NextBoot(version, me, partial(open_around, engine, version), engine.driver.close, message.source)
+    return start_engine(config, own, me, KV_REGION)
+
+
+def _intake(process: NodeProcess, serving: Engine, address: str) -> ImageIntake:
+    return ImageIntake(
+        address,
+        partial(check_received, process.model_dir, serving.config),
+        partial(_weights_media, process.config),
+        process.agent.find,
+        is_sealed(process.config),
+    )
+
+
+def _weights_media(config: NodeConfig, me: Peer) -> dict[str, Backend]:
+    """For one transfer of weights, on a port of its own."""
+    transfer = config.transfer
+    return create_backends(
+        transfer.backend,
+        me,
+        host=config.transfer_host(),
+        staging_bytes=transfer.staging_bytes,
+        fabric=Fabric(transfer.devices, transfer.gid_index, transfer.rails),
+        is_sealed=is_sealed(config),
+    )
 
 
 def _note_stuck(engine: Engine, end_stack: ExitStack) -> None:

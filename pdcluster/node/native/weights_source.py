@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from pdcluster.checkpoint.gguf import is_gguf
 from pdcluster.checkpoint.held_files import HeldFiles, is_settled, weight_files
 from pdcluster.checkpoint.inspection import check_model_files
+from pdcluster.checkpoint.weight_image import WeightImage, open_image
 from pdcluster.core.errors import ConfigError, ModelError
+from pdcluster.core.weights import WeightTensor
 from pdcluster.engine.engine import Engine
 from pdcluster.engine.model.config import ModelConfig, read_config
+from pdcluster.engine.model.weights import expected_tensors
 from pdcluster.processes.free_memory import GIB, free_memory
 from pdcluster.settings.config import NodeConfig
+from pdcluster.weights.pieces import check_tensors
 
 TOKENIZER = "tokenizer.json"
 
@@ -67,6 +72,24 @@ def check_replacement(source: Path, serving_dir: Path, serving: ModelConfig) -> 
         raise ModelError(
             f"{other} is another tokenizer than the one that serves; leave the file out if the tokens are the same"
         )
+
+
+def check_received(model: Path, serving: ModelConfig, tensors: Sequence[WeightTensor]) -> None:
+    """Raises ModelError for tensors that are none of the model's, and ConfigError where memory is short for them."""
+    if is_gguf(model):
+        raise ModelError(
+            f"the model {model} is a GGUF file, whose tensors are not passed on between nodes; serve its release in "
+            "safetensors, or load weights from files on each machine"
+        )
+    check_tensors(tensors, *expected_tensors(serving))
+    nbytes = 2 * sum(tensor.nbytes for tensor in tensors)
+    _check_free(nbytes, "taking weights beside those that serve", "or start a node of its own")
+
+
+def image_of(source: Path, held: HeldFiles | None) -> WeightImage | None:
+    """The bytes of loaded weights, for nodes that lack them. None for GGUF."""
+    files = weight_files(source) if held is None else held.paths
+    return open_image(files) if files else None
 
 
 def check_same(loaded: Engine, serving: Engine, digest: str) -> None:

@@ -5,6 +5,8 @@
 2. A batch leaves each role a node that takes work, where the role has several.
 3. A node that fails stops the rollout. What serves the new weights by then goes on serving them.
 4. An epoch is announced once: the first node that loads it says the digest that all others must have.
+5. Weights without another source are passed on from nodes that have them. Each gives them to one node at a time, which
+   then gives them to others.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from msgspec.structs import replace
 
 from pdcluster.core.errors import BadRequest, DeadlineExceeded, NodeLost, Overloaded, PdclusterError, UnknownName
 from pdcluster.core.messages import DropWeights, PrepareWeights, ShareWeights, SwitchWeights, WeightsOrder
-from pdcluster.core.weights import WeightsVersion, check_label
+from pdcluster.core.weights import NODE_SOURCE, WeightsVersion, check_label, holder_of
 from pdcluster_router.admin.operations import NodeStatus, NodeWeights, RolloutProgress, WeightsRollout
 from pdcluster_router.cluster.events import EventLog
 
@@ -66,6 +68,7 @@ class Rollouts:
         if wanted.canary_percent is not None:
             targets = canaries(nodes, version)
         roll = _Roll(self._cluster, version, wanted.source, share, wanted.finish_s, self._clock, len(targets))
+        roll.know_holders(nodes)
         async with aclosing(self._run(roll, targets, wanted.max_unavailable)) as steps:
             async for progress in steps:
                 yield progress
@@ -79,6 +82,7 @@ class Rollouts:
         newest = max(node.weights.epoch for node in nodes)
         targets = [node for node in in_order(nodes) if node.weights.epoch == newest]
         roll = _Roll(self._cluster, version, source, 100.0, finish_s, self._clock, len(targets))
+        roll.know_holders(nodes)
         async with aclosing(self._run(roll, targets, 1)) as steps:
             async for progress in steps:
                 yield progress
@@ -133,6 +137,29 @@ class _Roll:
         self.version = version
         self.num_done = 0
         self.report: Callable[[RolloutProgress], None] = _ignore
+        # Nodes that have the version in memory and give it to nobody now (rule 5).
+        self._holders: asyncio.Queue[str] = asyncio.Queue()
+        self._is_passed_on = holder_of(source) is not None
+        self._has: set[str] = set()
+
+    def know_holders(self, nodes: Sequence[NodeStatus]) -> None:
+        """Raises BadRequest where the version has no other source and nobody has it."""
+        if not self._is_passed_on:
+            return
+        names = [node.name for node in nodes if node.weights.epoch and _is_same(node.weights, self.version)]
+        if (named := holder_of(self._source)) and named not in names:
+            names.insert(0, named)
+        if not names:
+            raise BadRequest(
+                f"no node has the weights {self.version} in memory any more; push or load them again", "source"
+            )
+        for name in names:
+            self._add_holder(name)
+
+    def _add_holder(self, name: str) -> None:
+        if name not in self._has:
+            self._has.add(name)
+            self._holders.put_nowait(name)
 
     async def run(self, targets: Sequence[NodeStatus], at_once: int) -> None:
         left = list(targets)
@@ -174,7 +201,7 @@ class _Roll:
 
     async def _prepare(self, node: NodeStatus) -> None:
         self._say(node.name, "loading")
-        answer = await self._cluster.change_weights(node.name, PrepareWeights(0, self.version, self._source))
+        answer = await self._load(node)
         if answer.error or answer.prepared is None:
             raise PdclusterError(f"node {node.name}: {answer.error or 'it has nothing ready'}")
         if not self.version.digest:
@@ -184,6 +211,19 @@ class _Roll:
                 f"node {node.name} loaded weights {answer.prepared.digest}, others {self.version.digest}; the source "
                 "differs from machine to machine"
             )
+        if self._is_passed_on:
+            self._add_holder(node.name)
+
+    async def _load(self, node: NodeStatus) -> NodeWeights:
+        if not self._is_passed_on or node.name in self._has:
+            source = NODE_SOURCE + node.name if self._is_passed_on else self._source
+            return await self._cluster.change_weights(node.name, PrepareWeights(0, self.version, source))
+        holder = await self._holders.get()
+        try:
+            source = NODE_SOURCE + holder
+            return await self._cluster.change_weights(node.name, PrepareWeights(0, self.version, source))
+        finally:
+            self._holders.put_nowait(holder)
 
     async def _switch(self, node: NodeStatus) -> None:
         self._say(node.name, "ending", node)
@@ -237,6 +277,12 @@ class _Roll:
             )
 
 
+def _is_same(found: WeightsVersion, wanted: WeightsVersion) -> bool:
+    """Whether a node with these weights can give the wanted ones."""
+    is_named = (found.label, found.epoch) == (wanted.label, wanted.epoch)
+    return is_named or (found.digest != "" and found.digest == wanted.digest)
+
+
 def _ignore(progress: RolloutProgress) -> None:
     """Nobody looks."""
 
@@ -266,7 +312,7 @@ def version_of(nodes: Sequence[NodeStatus], wanted: WeightsRollout) -> WeightsVe
     if not alike:
         return WeightsVersion(wanted.label, newest + 1)
     known = max(alike, key=lambda node: node.weights.epoch)
-    if known.weights_source != wanted.source:
+    if known.weights_source != wanted.source and None in map(holder_of, (known.weights_source, wanted.source)):
         raise BadRequest(
             f"the label {wanted.label!r} is that of weights from {known.weights_source or 'the start'!r}; give other "
             "weights another label",

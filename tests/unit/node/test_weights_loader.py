@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import select
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
 
+from pdcluster.checkpoint.weight_image import WeightImage
 from pdcluster.core.errors import ModelError
 from pdcluster.core.messages import AnyMessage, DropWeights, PrepareWeights, SwitchWeights, WeightsManaged
 from pdcluster.core.weights import WeightsVersion
 from pdcluster.node.outbox import Outbox
-from pdcluster.node.weights_loader import PreparedBoot, WeightsLoader
+from pdcluster.node.weights_loader import Prepare, WeightsLoader
 from pdcluster.transfer.backends.base import Peer
 
 ROUTER = Peer("r", "r1")
@@ -23,6 +24,7 @@ TUNED = WeightsVersion("tuned", 1)
 @dataclass
 class Boot:
     version: WeightsVersion
+    image: WeightImage | None = None
     ended: threading.Event = field(default_factory=threading.Event)
 
     def close(self) -> None:
@@ -32,14 +34,14 @@ class Boot:
 class World:
     """A loader, and what it answered."""
 
-    def __init__(self, prepare: Callable[[PrepareWeights], PreparedBoot] | None = None) -> None:
+    def __init__(self, prepare: Prepare | None = None) -> None:
         self.boots: list[Boot] = []
         self.goes_on = threading.Event()
         self.outbox = Outbox()
-        self.loader = WeightsLoader("p0", self.outbox, prepare or self.load)
+        self.loader = WeightsLoader(Peer("p0", "p0-1"), self.outbox, prepare or self.load)
         self.said: list[WeightsManaged] = []
 
-    def load(self, message: PrepareWeights) -> Boot:
+    def load(self, message: PrepareWeights, image: WeightImage | None) -> Boot:
         assert self.goes_on.wait(10)
         if message.source == "bad":
             raise ModelError("half a file")
@@ -140,7 +142,7 @@ def test_a_switch_that_is_off_leaves_all_ready_for_another(world: World) -> None
 
 def test_an_engine_that_loads_no_weights_says_so() -> None:
     outbox, said = Outbox(), World()
-    loader = WeightsLoader("p0", outbox, None)
+    loader = WeightsLoader(Peer("p0", "p0-1"), outbox, None)
     loader.load(ROUTER, PrepareWeights(1, TUNED, "a"))
     outbox.flush(said)
     assert "loads no other weights while it runs" in said.said[0].error

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from pdcluster.core.errors import BadRequest, Overloaded, PdclusterError, UnknownName
 from pdcluster.core.messages import DropWeights, Load, PrepareWeights, Role, ShareWeights, SwitchWeights, WeightsOrder
-from pdcluster.core.weights import FormerWeights, WeightsVersion
+from pdcluster.core.weights import NODE_SOURCE, FormerWeights, WeightsVersion, holder_of
 from pdcluster_router.admin.operations import NodeStatus, NodeWeights, RolloutProgress, WeightsRollout
 from pdcluster_router.admin.rollouts import Rollouts
 from pdcluster_router.cluster.events import EventLog
@@ -33,6 +33,9 @@ class Cluster:
         self.bad: dict[str, str] = {}
         self.prepared: dict[str, tuple[WeightsVersion, str]] = {}
         self.orders: list[tuple[str, WeightsOrder]] = []
+        # Who gives weights to another node now, and who gave them to whom.
+        self.giving: set[str] = set()
+        self.given: list[tuple[str, str]] = []
         # Most nodes of each role that were away at once.
         self.away: set[str] = set()
         self.most_away: dict[str, int] = {}
@@ -51,6 +54,8 @@ class Cluster:
         if isinstance(order, PrepareWeights):
             if self.bad.get(name) == "load":
                 return NodeWeights(name, "half a file")
+            if holder_of(order.source) is not None:
+                return await self._pass_on(name, order)
             made = replace(order.version, digest="X" if self.bad.get(name) == "digest" else DIGESTS[order.source])
             self.prepared[name] = made, order.source
             return NodeWeights(name, prepared=made)
@@ -63,6 +68,20 @@ class Cluster:
         else:
             self.prepared.pop(name, None)
         return NodeWeights(name)
+
+    async def _pass_on(self, name: str, order: PrepareWeights) -> NodeWeights:
+        """Each holder gives to one node at a time, which must have them itself by then."""
+        holder = holder_of(order.source)
+        assert holder is not None and (holder == name or holder not in self.giving)
+        is_there = holder in self.prepared or self.by_name[holder].weights.epoch == order.version.epoch
+        assert is_there, f"{holder} has nothing to give"
+        if holder != name:
+            self.giving.add(holder)
+            self.given.append((holder, name))
+            await asyncio.sleep(0.01)
+            self.giving.discard(holder)
+        self.prepared[name] = replace(order.version, digest="P"), NODE_SOURCE
+        return NodeWeights(name, prepared=self.prepared[name][0])
 
     async def _switch(self, name: str, order: SwitchWeights) -> None:
         self.away.add(name)
@@ -209,3 +228,29 @@ async def test_one_rollout_at_a_time_and_none_is_left_by_a_caller_who_goes() -> 
     await steps.aclose()
     await ended(made.load(WeightsRollout("/b", "tuned")))
     assert set(cluster.served().values()) == {"tuned@1"}
+
+
+@pytest.mark.parametrize("at_once", [0, 1])
+async def test_pushed_weights_go_from_node_to_node(at_once: int) -> None:
+    cluster = two_and_two()
+    cluster.prepared["p1"] = WeightsVersion("pushed", 1, "P"), NODE_SOURCE
+    await ended(rollouts(cluster).load(WeightsRollout("node:p1", "pushed", max_unavailable=at_once)))
+    assert set(cluster.served().values()) == {"pushed@1"}
+    assert sorted(name for _, name in cluster.given) == ["d0", "d1", "p0"]
+    assert {each.weights_source for each in cluster.by_name.values()} == {NODE_SOURCE}
+    if not at_once:
+        assert len({holder for holder, _ in cluster.given}) == 2  # the second one gave, too
+
+
+async def test_pushed_weights_that_nobody_has_any_more_are_refused() -> None:
+    cluster = two_and_two()
+    for label, source in (("one", "node:p0"), ("two", "node:p1")):
+        name = source.removeprefix("node:")
+        epoch = 1 if label == "one" else 2
+        cluster.prepared[name] = WeightsVersion(label, epoch, "P"), NODE_SOURCE
+        await ended(rollouts(cluster).load(WeightsRollout(source, label, max_unavailable=0)))
+    cluster.by_name = {
+        name: replace(each, weights=replace(each.weights, digest="Q")) for name, each in cluster.by_name.items()
+    }
+    with pytest.raises(BadRequest, match=r"no node has the weights one \(epoch 3\) in memory any more"):
+        await ended(rollouts(cluster).undo(1.0))
