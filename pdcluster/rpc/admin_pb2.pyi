@@ -69,6 +69,40 @@ class LoadWeightsRequest(_message.Message):
     finish_s: float
     def __init__(self, source: _Optional[str] = ..., label: _Optional[str] = ..., max_unavailable: _Optional[int] = ..., canary_percent: _Optional[float] = ..., finish_s: _Optional[float] = ...) -> None: ...
 
+class PauseRequest(_message.Message):
+    __slots__ = ("mode", "max_pause_s")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    MAX_PAUSE_S_FIELD_NUMBER: _ClassVar[int]
+    mode: str
+    max_pause_s: float
+    def __init__(self, mode: _Optional[str] = ..., max_pause_s: _Optional[float] = ...) -> None: ...
+
+class PauseReply(_message.Message):
+    __slots__ = ("running",)
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    running: int
+    def __init__(self, running: _Optional[int] = ...) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeReply(_message.Message):
+    __slots__ = ("was_paused",)
+    WAS_PAUSED_FIELD_NUMBER: _ClassVar[int]
+    was_paused: bool
+    def __init__(self, was_paused: _Optional[bool] = ...) -> None: ...
+
+class GetPauseRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetPauseReply(_message.Message):
+    __slots__ = ("is_paused",)
+    IS_PAUSED_FIELD_NUMBER: _ClassVar[int]
+    is_paused: bool
+    def __init__(self, is_paused: _Optional[bool] = ...) -> None: ...
+
 class UndoWeightsRequest(_message.Message):
     __slots__ = ("finish_s",)
     FINISH_S_FIELD_NUMBER: _ClassVar[int]

@@ -79,6 +79,21 @@ class AdminStub:
                 request_serializer=pdcluster_dot_rpc_dot_admin__pb2.UndoWeightsRequest.SerializeToString,
                 response_deserializer=pdcluster_dot_rpc_dot_admin__pb2.RolloutProgress.FromString,
                 _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/pdcluster.v1.Admin/Pause',
+                request_serializer=pdcluster_dot_rpc_dot_admin__pb2.PauseRequest.SerializeToString,
+                response_deserializer=pdcluster_dot_rpc_dot_admin__pb2.PauseReply.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/pdcluster.v1.Admin/Resume',
+                request_serializer=pdcluster_dot_rpc_dot_admin__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=pdcluster_dot_rpc_dot_admin__pb2.ResumeReply.FromString,
+                _registered_method=True)
+        self.GetPause = channel.unary_unary(
+                '/pdcluster.v1.Admin/GetPause',
+                request_serializer=pdcluster_dot_rpc_dot_admin__pb2.GetPauseRequest.SerializeToString,
+                response_deserializer=pdcluster_dot_rpc_dot_admin__pb2.GetPauseReply.FromString,
+                _registered_method=True)
         self.ListRequests = channel.unary_unary(
                 '/pdcluster.v1.Admin/ListRequests',
                 request_serializer=pdcluster_dot_rpc_dot_admin__pb2.ListRequestsRequest.SerializeToString,
@@ -186,6 +201,26 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pause(self, request, context):
+        """Hold new requests of this router, and end, await or hold those that run. Answered once none runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """End the pause. Its time counts for no request.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetPause(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListRequests(self, request, context):
         """The requests of this router that are not answered yet, oldest first.
         """
@@ -289,6 +324,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.UndoWeights,
                     request_deserializer=pdcluster_dot_rpc_dot_admin__pb2.UndoWeightsRequest.FromString,
                     response_serializer=pdcluster_dot_rpc_dot_admin__pb2.RolloutProgress.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=pdcluster_dot_rpc_dot_admin__pb2.PauseRequest.FromString,
+                    response_serializer=pdcluster_dot_rpc_dot_admin__pb2.PauseReply.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=pdcluster_dot_rpc_dot_admin__pb2.ResumeRequest.FromString,
+                    response_serializer=pdcluster_dot_rpc_dot_admin__pb2.ResumeReply.SerializeToString,
+            ),
+            'GetPause': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPause,
+                    request_deserializer=pdcluster_dot_rpc_dot_admin__pb2.GetPauseRequest.FromString,
+                    response_serializer=pdcluster_dot_rpc_dot_admin__pb2.GetPauseReply.SerializeToString,
             ),
             'ListRequests': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRequests,
@@ -574,6 +624,87 @@ class Admin:
             '/pdcluster.v1.Admin/UndoWeights',
             pdcluster_dot_rpc_dot_admin__pb2.UndoWeightsRequest.SerializeToString,
             pdcluster_dot_rpc_dot_admin__pb2.RolloutProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdcluster.v1.Admin/Pause',
+            pdcluster_dot_rpc_dot_admin__pb2.PauseRequest.SerializeToString,
+            pdcluster_dot_rpc_dot_admin__pb2.PauseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdcluster.v1.Admin/Resume',
+            pdcluster_dot_rpc_dot_admin__pb2.ResumeRequest.SerializeToString,
+            pdcluster_dot_rpc_dot_admin__pb2.ResumeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdcluster.v1.Admin/GetPause',
+            pdcluster_dot_rpc_dot_admin__pb2.GetPauseRequest.SerializeToString,
+            pdcluster_dot_rpc_dot_admin__pb2.GetPauseReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -548,6 +548,38 @@ def weights_status(reach: AdminReach = LOCAL, output: Output = PrintFormat.TABLE
         commands.weights_status(clients, output)
 
 
+@app.command()
+@flags.grouped
+def pause(
+    reach: AdminReach = LOCAL,
+    mode: Annotated[
+        str, typer.Option("--mode", metavar="abort|wait|keep", help="What becomes of requests that run.")
+    ] = "wait",
+    timeout: Annotated[
+        float, typer.Option("--max", metavar="SECONDS", help="The pause ends by itself after so long.")
+    ] = 1800.0,
+) -> None:
+    """Hold new requests at the routers. Those that run end with what they have (abort), end (wait), or go on after the
+    pause (keep), with the weights that are there then.
+    """
+    from pdcluster_router.operate import changing
+
+    if mode not in changing.PAUSE_ENDS:
+        raise typer.BadParameter(f"{mode!r} is none of {', '.join(changing.PAUSE_ENDS)}", param_hint="--mode")
+    with _clients(reach) as clients:
+        print(changing.pause(clients, mode, timeout))
+
+
+@app.command()
+@flags.grouped
+def resume(reach: AdminReach = LOCAL) -> None:
+    """End a pause: what was held goes on."""
+    from pdcluster_router.operate import changing
+
+    with _clients(reach) as clients:
+        print(changing.resume(clients))
+
+
 def _percent(given: str | None) -> float | None:
     if given is None:
         return None

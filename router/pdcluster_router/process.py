@@ -168,7 +168,7 @@ def assemble(config: RouterConfig, me: Peer, worker: WorkerIdentity | None, stac
     settings = dispatch_settings(config, is_shared=tenants.is_configured)
     explainer = Explainer(ExplainMetrics(metrics.registry), time.time)
     dispatch = Dispatch(cluster, models, selector, settings, metrics=hold_metrics, explainer=explainer)
-    admin = Admin(cluster, dispatch.open, selector.holder, events, explainer, time.monotonic)
+    admin = Admin(cluster, dispatch, selector.holder, events, explainer, time.monotonic)
     credentials = bootstrap_credentials(config.security.cluster_keys(), Identity("router", me.node))
     demands = DemandExchange(config.bootstrap, lambda: dispatch.demand(me.incarnation), credentials=credentials)
     pools = PoolCollector(cluster.view, demands.all, PoolLevels(config.itl_s or 0.0))

@@ -101,7 +101,7 @@ async def test_what_a_node_reported_before_its_cordon_does_not_say_that_it_is_em
         router._handlers[Load] = lambda *report: reports.append(report)
         admin = Admin(
             router,
-            cluster.dispatch.open,
+            cluster.dispatch,
             cluster.selector.holder,
             router.events,
             cluster.dispatch.explainer,

@@ -35,6 +35,7 @@ from pdcluster_router.explain.text import text_of
 from pdcluster_router.frontend.grpc import answering
 from pdcluster_router.frontend.health import RouterHealth
 from pdcluster_router.http.tls import ServerTls
+from pdcluster_router.queueing.pauses import USUAL_PAUSE_S, pause_mode
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +128,16 @@ class AdminService(stubs.AdminServicer):
         async with aclosing(self._operations.undo_weights(finish_s)) as steps:
             async for progress in steps:
                 yield _progress(progress)
+
+    async def Pause(self, request: pb.PauseRequest, context: grpc.aio.ServicerContext) -> pb.PauseReply:
+        longest_s = request.max_pause_s if request.HasField("max_pause_s") else USUAL_PAUSE_S
+        return pb.PauseReply(running=await self._operations.pause(pause_mode(request.mode), longest_s))
+
+    async def Resume(self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext) -> pb.ResumeReply:
+        return pb.ResumeReply(was_paused=await self._operations.resume())
+
+    async def GetPause(self, request: pb.GetPauseRequest, context: grpc.aio.ServicerContext) -> pb.GetPauseReply:
+        return pb.GetPauseReply(is_paused=await self._operations.is_paused())
 
     async def ListRequests(
         self, request: pb.ListRequestsRequest, context: grpc.aio.ServicerContext

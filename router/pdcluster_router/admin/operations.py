@@ -17,6 +17,7 @@ from pdcluster.core.weights import FormerWeights, WeightsVersion
 from pdcluster.kv.layout import NATIVE_ENGINE
 from pdcluster_router.cluster.events import Event
 from pdcluster_router.explain.records import Explanation
+from pdcluster_router.queueing.pauses import PauseMode
 
 State = Literal["connecting", "ready", "cordoned", "stuck"]
 
@@ -222,6 +223,16 @@ class Operations(Protocol):
     async def change_weights(self, name: str, order: WeightsOrder) -> NodeWeights:
         """Ask something of one node's weights. A node that goes over to others answers without an error."""
         ...
+
+    async def pause(self, mode: PauseMode, max_pause_s: float) -> int:
+        """Hold new requests, and end, await or hold those that run. Returns once none runs: how many there were."""
+        ...
+
+    async def resume(self) -> bool:
+        """End the pause; False where there was none."""
+        ...
+
+    async def is_paused(self) -> bool: ...
 
     def load_weights(self, wanted: WeightsRollout) -> AsyncGenerator[RolloutProgress, None]: ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import msgspec
 
@@ -36,6 +37,7 @@ from pdcluster_router.explain.recorder import Explainer
 from pdcluster_router.explain.records import Explanation
 from pdcluster_router.policy.registry import POLICIES, make_policy
 from pdcluster_router.policy.selector import PolicyHolder
+from pdcluster_router.queueing.pauses import PauseMode, check_pause
 from pdcluster_router.request.open_requests import OpenRequest, OpenRequests
 
 # Longest wait for a node's answer to a change.
@@ -58,13 +60,27 @@ class KnownNode:
     view: NodeView | None
 
 
+class PausedRequests(Protocol):
+    """What Admin needs of the dispatcher."""
+
+    @property
+    def open(self) -> OpenRequests: ...
+
+    @property
+    def is_paused(self) -> bool: ...
+
+    async def pause(self, mode: PauseMode, max_pause_s: float) -> int: ...
+
+    def resume(self) -> bool: ...
+
+
 class Admin:
     """Owned by the router's event loop."""
 
     def __init__(
         self,
         cluster: NodeTable,
-        open_requests: OpenRequests,
+        dispatch: PausedRequests,
         policies: PolicyHolder,
         log: EventLog,
         explainer: Explainer,
@@ -73,7 +89,7 @@ class Admin:
         self.cluster = cluster
         self.log = log
         self._explainer = explainer
-        self._open = open_requests
+        self._dispatch, self._open = dispatch, dispatch.open
         self._policies = policies
         self._clock = clock
         self._drains = drains.Drains(self, log, clock)
@@ -186,6 +202,20 @@ class Admin:
                 f"node {card.node} did not answer within {timeout_s:g} s; see its log", "handshake"
             ) from None
         return NodeWeights(card.node, answer.error, answer.prepared)
+
+    async def pause(self, mode: PauseMode, max_pause_s: float) -> int:
+        check_pause(max_pause_s)
+        self.log.add("pause", "", f"{mode}, for {max_pause_s:g} s at most")
+        return await self._dispatch.pause(mode, max_pause_s)
+
+    async def resume(self) -> bool:
+        was_paused = self._dispatch.resume()
+        if was_paused:
+            self.log.add("resume", "", "requests go on")
+        return was_paused
+
+    async def is_paused(self) -> bool:
+        return self._dispatch.is_paused
 
     def load_weights(self, wanted: WeightsRollout) -> AsyncGenerator[RolloutProgress, None]:
         return self._rollouts.load(wanted)

@@ -33,6 +33,8 @@ Kind = Literal[
     "auto-role",
     "adapter",
     "weights",
+    "pause",
+    "resume",
     "files-read",
     "files-refused",
 ]

@@ -120,6 +120,8 @@ class Generation(msgspec.Struct, frozen=True):
     pooling: Pooling | None = None
     # None: as the router's setting says.
     weights_change: WeightsChange | None = None
+    # It asked for its weights by their label.
+    names_weights: bool = False
 
 
 class RequestRoute(msgspec.Struct, frozen=True):

@@ -32,6 +32,7 @@ from pdcluster_router.frontend.prepare import (
     VersionAsked,
     encode_prompt,
     find_model,
+    names_weights,
 )
 from pdcluster_router.frontend.response import named_headers
 from pdcluster_router.http.errors import ClientLeft, fail
@@ -54,6 +55,7 @@ class PreparedEmbeddings(msgspec.Struct, frozen=True):
     salt: bytes
     priority: int | None
     weights_change: WeightsChange | None = None
+    names_weights: bool = False
 
     def generation(self, index: int) -> Generation:
         terms = self.terms
@@ -71,6 +73,7 @@ class PreparedEmbeddings(msgspec.Struct, frozen=True):
             served=self.model.info,
             pooling=self.pooling,
             weights_change=self.weights_change,
+            names_weights=self.names_weights,
         )
 
 
@@ -99,7 +102,7 @@ def prepare_embeddings(request: EmbeddingRequest, dispatcher: Dispatcher, terms:
     salt = tenant.cache_salt(request.cache_salt) if request.cache_salt else tenant.salt
     return PreparedEmbeddings(
         model, inputs, request.encoding_format or "float", Pooling(request.dimensions or 0), terms, salt,
-        request.priority, request.weights_change,
+        request.priority, request.weights_change, names_weights(request.model, request.weights),
     )  # fmt: skip
 
 

@@ -152,6 +152,11 @@ def version_asked(request: requests.Common, terms: Terms) -> VersionAsked:
     return VersionAsked(terms.request_id, request.weights, request.pdcluster_mode or terms.mode)
 
 
+def names_weights(model: str | None, weights: str | None) -> bool:
+    """Whether a request asks for its weights by their label."""
+    return weights is not None or "@" in (model or "")
+
+
 def find_model(
     dispatcher: Dispatcher, name: str | None, *, embeds: bool | None = None, asked: VersionAsked | None = None
 ) -> ServedModel:
@@ -584,6 +589,7 @@ class _Builder:
             self.is_open_ended,
             None,
             request.weights_change,
+            names_weights(request.model, request.weights),
         )
         skip = request.skip_special_tokens is not False
         echo = None if prompt.echo is None else self._echo(prompt, skip, sampling.logprobs)

@@ -18,6 +18,10 @@ from pdcluster_router.operate.clients import AdminClients, NotReached, RouterAdm
 DRAIN_GRACE_S = 30.0
 # A router gives nodes less than this to load an adapter.
 ADAPTER_CALL_S = 150.0
+# What a router's answer may take beside what was asked for.
+CALL_GRACE_S = 30.0
+# What became of the choices that ran, by the mode of the pause.
+PAUSE_ENDS = {"abort": "ended with what they had", "wait": "ended", "keep": "are held"}
 
 
 def cordon(clients: AdminClients, node: str, *, cordoned: bool) -> str:
@@ -122,6 +126,19 @@ def rollout_line(at: reading.Row) -> str:
     """What a rollout does now."""
     left = f": {at['running']} requests, {at['context_tokens']} tokens of context" if at["running"] else ""
     return f"{at['done']}/{at['nodes']} done, {at['seconds']:.0f} s: {at['node']} {at['stage']}{left}"
+
+
+def pause(clients: AdminClients, mode: str, max_pause_s: float) -> str:
+    """At all routers. Returns once no request runs."""
+    request = pb.PauseRequest(mode=mode, max_pause_s=max_pause_s)
+    told = answered(clients.ask("Pause", request, timeout_s=max_pause_s + CALL_GRACE_S))
+    num, ends = sum(each.reply.running for each in told), PAUSE_ENDS[mode]
+    return f"paused for {max_pause_s:g} s at most: {num} choices {ends}; pdctl resume ends it"
+
+
+def resume(clients: AdminClients) -> str:
+    told = answered(clients.ask("Resume", pb.ResumeRequest()))
+    return "requests go on" if any(each.reply.was_paused for each in told) else "no router was paused"
 
 
 def cancel(clients: AdminClients, request: str, reason: str) -> str:

@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from pdcluster.core import errors
 from pdcluster.processes.tasks import watched
 from pdcluster.telemetry.metrics import HoldMetrics
 from pdcluster_router.policy.base import Decision
 from pdcluster_router.queueing.fairness import QueuedRequest
 from pdcluster_router.queueing.gate import Gate, Released
+from pdcluster_router.queueing.pauses import Pause
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +56,7 @@ class WaitingRequests:
 
     def __init__(self, gate: Gate, metrics: HoldMetrics, clock: Callable[[], float], tick_s: float = 0.05) -> None:
         self.gate = gate
+        self.pause = Pause()
         self._metrics = metrics
         self._clock = clock
         self._tick_s = tick_s
@@ -104,6 +108,15 @@ class WaitingRequests:
         self._metrics.held.set(self.num_held)
         self._keep_pumping()
 
+    def pass_over(self, since: float, now: float) -> None:
+        """Requests waited through a pause, which counts for none of their times."""
+        for held in self.held():
+            paused_s = now - max(held.arrived, since)
+            self.gate.leave(held.request, now)
+            later = replace(held, arrived=held.arrived + paused_s, deadline=held.deadline + paused_s)
+            self.gate.park(later, errors.NoNodeTakesWork("the pause is over"), now)
+        self.poke()
+
     def leave(self, request: str) -> None:
         """Its client left: free its place in the queue at once. Idempotent."""
         if request in self.waiters:
@@ -146,6 +159,8 @@ class WaitingRequests:
                 self._tell(request, "refused", errors.PdclusterError(f"internal error in the hold queue: {error}"))
 
     async def _release_all(self) -> None:
+        if self.pause.is_on:
+            return
         for late in self.gate.expire(self._clock()):
             self._tell_released(late)
         while self.num_held:

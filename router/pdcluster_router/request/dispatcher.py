@@ -6,6 +6,7 @@ It knows no HTTP, sockets or tokenizers.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from pdcluster_router.core.generation import Done, Force, Generation, ModelInfo,
 from pdcluster_router.explain.recorder import Explainer
 from pdcluster_router.policy.selector import PolicySelector
 from pdcluster_router.queueing.gate import Gate
+from pdcluster_router.queueing.pauses import PauseMode
 from pdcluster_router.queueing.waiting import WaitingRequests
 from pdcluster_router.request.open_requests import OpenRequests
 from pdcluster_router.request.request import Request
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
     from pdcluster.api.text.model_text import TextModel
 
 __all__ = ["Dispatch", "DispatchSettings"]
+
+# How often a pause looks whether requests still run.
+PAUSE_LOOK_S = 0.02
+log = logging.getLogger(__name__)
 
 
 class RefusedRequest:
@@ -64,6 +70,8 @@ class Dispatch:
         selector.queue = gate.queue
         # Requests that wait for the first node.
         self._num_early = 0
+        # Ends a pause that nobody ends.
+        self._pause_end: asyncio.TimerHandle | None = None
         self.shared = Shared(cluster, models, selector, settings, self.waiting, self.explainer, clock)
 
     @property
@@ -132,6 +140,53 @@ class Dispatch:
         for entry in reversed(entries):  # forks before their parents, whose end would place them
             entry.abort()
         return len(entries)
+
+    @property
+    def is_paused(self) -> bool:
+        return self.waiting.pause.is_on
+
+    async def pause(self, mode: PauseMode, max_pause_s: float) -> int:
+        """Hold new requests, and end, await or hold those that run. Returns once none runs: how many it ended or held.
+
+        After max_pause_s the pause ends by itself: whoever made it may be gone. Raises DeadlineExceeded when requests
+        still run by then.
+        """
+        now, running = self.shared.clock(), [entry for entry in self.open.all() if entry.is_running]
+        self.waiting.pause.begin(mode, now)
+        self._end_pause_later(max_pause_s)
+        if mode == "abort":
+            self.abort_all()
+        for entry in running if mode == "keep" else ():
+            entry.hold("the router is paused")
+        while any(entry.is_running for entry in self.open.all()):
+            await asyncio.sleep(PAUSE_LOOK_S)
+            if not self.is_paused:
+                raise errors.DeadlineExceeded(
+                    f"requests still ran when the pause ended, {max_pause_s:g} s long", "pause"
+                )
+        return len(running)
+
+    def resume(self) -> bool:
+        """End the pause. Its time counts for no request. False where there was none."""
+        since, now = self.waiting.pause.end(), self.shared.clock()
+        if self._pause_end is not None:
+            self._pause_end.cancel()
+        if since is None:
+            return False
+        for entry in self.open.all():
+            if not entry.is_running:
+                entry.delay(now - max(since, entry.started))
+        self.waiting.pass_over(since, now)
+        return True
+
+    def _end_pause_later(self, max_pause_s: float) -> None:
+        if self._pause_end is not None:
+            self._pause_end.cancel()
+        self._pause_end = asyncio.get_running_loop().call_later(max_pause_s, self._pause_is_over, max_pause_s)
+
+    def _pause_is_over(self, max_pause_s: float) -> None:
+        log.warning("the pause lasted %g s and ends by itself; whoever made it did not resume", max_pause_s)
+        self.resume()
 
     def generate(self, generation: Generation) -> AsyncGenerator[TokenChunk | Done, None]:
         """The same as a stream of events."""

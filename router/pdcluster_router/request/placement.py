@@ -65,6 +65,7 @@ class Placement:
     def decide(self, now: float, others: frozenset[str] = frozenset()) -> Decision:
         """What the policy would do now. others: nodes that it takes only where there are no more."""
         job, shared = self._job, self._shared
+        shared.waiting.pause.check()
         if shared.refusing.until:
             shared.refusing.apply(job, now)
         try:
@@ -94,11 +95,14 @@ class Placement:
 
     def _changes_weights(self) -> bool:
         """Move a request that may go on under other weights to the newest version, where no node takes it under its
-        own. Whether it moved.
+        own. One without a token may, unless it asked for its weights. Whether it moved.
         """
         job, generation, shared = self._job, self._generation, self._shared
         served = job.served
-        if served is None or (generation.weights_change or shared.settings.weights_change) != "replay":
+        asked = generation.weights_change
+        is_blank = not job.emitted and not generation.names_weights and asked is None
+        may_change = (asked or shared.settings.weights_change) == "replay" or job.may_change_weights or is_blank
+        if served is None or not may_change:
             return False
         mode = job.force or shared.selector.force
         found = shared.models.successor(generation.model, served.digest, mode)

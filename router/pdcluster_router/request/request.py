@@ -40,6 +40,10 @@ log = Log("request")
 R = RequestState
 
 
+def _give_up(reason: str) -> None:
+    raise RetryAttempt(errors.NodeDrains(reason), None)
+
+
 def ignore(chunk: TokenChunk) -> None:
     """Take tokens that nobody waits for."""
 
@@ -133,6 +137,16 @@ class Request(Timed):
         node_events.leave_decode(attempt, "a stop string came")
         if not self.is_at_work:
             self._step(lambda: None)
+
+    def hold(self, reason: str) -> None:
+        """Take it off its nodes. It goes on from what it has when the gate lets it, with the weights that are there."""
+        if self.state is R.RUNNING:
+            self.job.may_change_weights = True
+            self._step(_give_up, reason)
+
+    def delay(self, seconds: float) -> None:
+        """Time that does not count passed."""
+        self.job.deadline += seconds
 
     def fail(self, error: Exception) -> None:
         if self.state is R.ENDED:
@@ -301,7 +315,10 @@ class Request(Timed):
         """For operators."""
         job, attempt = self.job, self.attempt
         model, num_prompt = self.generation.model, len(job.prompt)
-        listed = OpenRequest(job.request, model, num_prompt, self.started, self.fail, self.abort)
+        listed = OpenRequest(
+            job.request, model, num_prompt, self.started, self.fail, self.abort, self.hold, self.delay,
+            self.state is R.RUNNING,
+        )  # fmt: skip
         if attempt is None:
             return listed
         decision = attempt.decision

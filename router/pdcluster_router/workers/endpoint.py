@@ -77,6 +77,12 @@ class WorkerEndpoint:
                 return await operations.change_adapter(name, path, nodes)
             case frames.AskWeights(node, order):
                 return await operations.change_weights(node, order)
+            case frames.AskPause(mode, max_pause_s):
+                return await operations.pause(mode, max_pause_s)
+            case frames.AskResume():
+                return await operations.resume()
+            case frames.AskPaused():
+                return await operations.is_paused()
             case frames.AskRole(node, role):
                 return await operations.set_role(node, role)
             case frames.AskRequests(node):

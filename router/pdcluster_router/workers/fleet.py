@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -36,6 +37,7 @@ from pdcluster_router.admin.rollouts import WEIGHTS_S, Rollouts
 from pdcluster_router.cluster.events import Event, EventLog
 from pdcluster_router.core.ids import worker_of
 from pdcluster_router.explain.records import Explanation
+from pdcluster_router.queueing.pauses import PauseMode, check_pause
 from pdcluster_router.workers import frames
 from pdcluster_router.workers.channel import Channel, WorkerSilent
 from pdcluster_router.workers.exposition import Family, exposition
@@ -85,6 +87,8 @@ class Fleet:
         self._channels: dict[int, Channel | None] = dict.fromkeys(range(num_workers))
         self._starts = dict.fromkeys(range(num_workers), 0)
         self._policy = frames.SetPolicy(None, None, False)
+        # When a pause ends by itself.
+        self._paused_until, self._clock = -math.inf, clock
 
     # ------------------------------------------------------------ workers that come and go
 
@@ -120,12 +124,14 @@ class Fleet:
 
     async def _set_again(self, channel: Channel) -> None:
         """Set what an operator set before this worker started."""
-        if self._policy.live is None and self._policy.shadow is None:
-            return
+        left_s = self._paused_until - self._clock()
         try:
-            await channel.ask(self._policy, PolicyStatus, ASK_S)
+            if left_s > 0.0:
+                await channel.ask(frames.AskPause("keep", left_s), int, left_s)
+            if self._policy.live is not None or self._policy.shadow is not None:
+                await channel.ask(self._policy, PolicyStatus, ASK_S)
         except PdclusterError as error:
-            logger.warning("%s did not take the policy that an operator set: %s; set it again", channel.name, error)
+            logger.warning("%s did not take what an operator set: %s; set it again", channel.name, error)
 
     def _hear(self, number: int, event: Event) -> None:
         self.log.add(event.kind, event.subject, f"worker {number}: {event.message}")
@@ -164,13 +170,13 @@ class Fleet:
             raise WorkerSilent(f"worker {number} is gone; it is being started again")
         return await channel.ask(question, kind, timeout_s)
 
-    async def _ask_all(self, question: frames.AnyQuestion, kind: type[T]) -> WorkerAnswers[T]:
+    async def _ask_all(self, question: frames.AnyQuestion, kind: type[T], timeout_s: float = ASK_S) -> WorkerAnswers[T]:
         """Ask all workers. Raises Unavailable when none answers."""
         answers: WorkerAnswers[T] = WorkerAnswers()
 
         async def ask(number: int) -> None:
             try:
-                answers.told[number] = await self._ask(number, question, kind)
+                answers.told[number] = await self._ask(number, question, kind, timeout_s)
             except WorkerSilent:
                 answers.silent.append(f"worker {number}")
             except PdclusterError as error:
@@ -248,6 +254,27 @@ class Fleet:
 
     async def change_weights(self, name: str, order: WeightsOrder) -> NodeWeights:
         return await self._ask_any(frames.AskWeights(name, order), NodeWeights, WEIGHTS_S + MANAGE_S)
+
+    async def pause(self, mode: PauseMode, max_pause_s: float) -> int:
+        check_pause(max_pause_s)
+        self._paused_until = self._clock() + max_pause_s
+        return sum(await self._all(frames.AskPause(mode, max_pause_s), int, max_pause_s + MANAGE_S))
+
+    async def resume(self) -> bool:
+        self._paused_until = -math.inf
+        return any(await self._all(frames.AskResume(), bool, MANAGE_S))
+
+    async def is_paused(self) -> bool:
+        return all(await self._all(frames.AskPaused(), bool, ASK_S))
+
+    async def _all(self, question: frames.AnyQuestion, kind: type[T], timeout_s: float) -> list[T]:
+        """The answers of all workers. Raises what one raised, and Unavailable where one is silent."""
+        answers = await self._ask_all(question, kind, timeout_s)
+        for error in answers.errors.values():
+            raise error
+        if answers.silent:
+            raise Unavailable(f"{', '.join(answers.silent)} did not answer; ask again")
+        return list(answers.required().values())
 
     def load_weights(self, wanted: WeightsRollout) -> AsyncGenerator[RolloutProgress, None]:
         return self._rollouts.load(wanted)

@@ -14,6 +14,7 @@ from pdcluster.core import errors
 from pdcluster.core.errors import BadRequest, DeadlineExceeded, Overloaded, PdclusterError, ProtocolError
 from pdcluster.core.messages import Role, WeightsOrder
 from pdcluster_router.cluster.events import Event
+from pdcluster_router.queueing.pauses import PauseMode
 
 MAX_FRAME_BYTES = 32 * 2**20
 _LENGTH = struct.Struct("<I")
@@ -53,6 +54,19 @@ class AskWeights(Question, frozen=True):
 
     node: str
     order: WeightsOrder
+
+
+class AskPause(Question, frozen=True):
+    mode: PauseMode
+    max_pause_s: float
+
+
+class AskResume(Question, frozen=True):
+    pass
+
+
+class AskPaused(Question, frozen=True):
+    pass
 
 
 class AskRole(Question, frozen=True):
@@ -101,7 +115,8 @@ class AskExposition(Question, frozen=True):
 
 AnyQuestion = (
     AskNodes | AskCordon | AskMove | AskAdapter | AskWeights | AskRole | AskRequests | AskCancel | AskExplain
-    | AskPolicy | SetPolicy | AskCacheState | AskMetrics | AskReadiness | AskExposition
+    | AskPause | AskResume | AskPaused | AskPolicy | SetPolicy | AskCacheState | AskMetrics | AskReadiness
+    | AskExposition
 )  # fmt: skip
 
 # ---------------------------------------------------------------- frames

@@ -44,7 +44,7 @@ def admin_of(cluster: LocalCluster) -> Admin:
     dispatch = cluster.dispatch
     return Admin(
         cluster.router,
-        dispatch.open,
+        dispatch,
         cluster.selector.holder,
         cluster.router.events,
         dispatch.explainer,

@@ -23,6 +23,7 @@ from pdcluster_router.core.job import HashChain
 from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.policy.base import Force
 from pdcluster_router.queueing.hold_queue import HoldLimits
+from pdcluster_router.queueing.pauses import PauseMode
 from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 
 WAIT_S = 20.0
@@ -78,15 +79,23 @@ class Heard:
 
 
 class Bench:
-    """A router over nodes that answer by script. age_s: how long a request may wait."""
+    """A router over nodes that answer by script. age_s: how long a request may wait. count: how many may."""
 
     def __init__(
-        self, *nodes: NodeView, models: Served | None = None, age_s: float = 5.0, force: Force = "auto"
+        self,
+        *nodes: NodeView,
+        models: Served | None = None,
+        age_s: float = 5.0,
+        force: Force = "auto",
+        count: int = 100,
     ) -> None:
         self.models = models or Served(A)
         self.cluster = FakeCluster(list(nodes))
         settings = DispatchSettings(
-            retries=1, hold_s=1.0, stages=StageDeadlines(handshake_s=1.0, hold_s=0.01), hold=HoldLimits(age_s=age_s)
+            retries=1,
+            hold_s=1.0,
+            stages=StageDeadlines(handshake_s=1.0, hold_s=0.01),
+            hold=HoldLimits(count, age_s=age_s),
         )
         self.dispatch = Dispatch(self.cluster, self.models, make_chooser(self.cluster, force=force), settings)  # type: ignore[arg-type]
 
@@ -409,7 +418,7 @@ async def test_a_request_whose_version_is_gone_waits_as_without_nodes_and_is_ref
     old, new = bench.cluster.nodes[0], of(V2, "new")
     if not has_begun:
         bench.become()
-    heard = bench.start(prepared=V1)
+    heard = bench.start(prepared=V1, names_weights=not has_begun)
     if has_begun:
         says(bench, old, 100, 101)
     bench.models.infos = (V2,)
@@ -562,3 +571,103 @@ async def test_an_answer_that_is_all_there_ends_as_it_would() -> None:
 def says_to(bench: Bench, request: str, *tokens: int) -> None:
     work = next(work for work in bench.asked("old") if work.request == request)
     bench.cluster.ledger.deliver(request, "old-boot", row(work, tokens[0] - 100, tokens))
+
+
+async def test_a_request_without_a_token_goes_to_the_newest_version_unless_it_named_its_own() -> None:
+    bench = Bench(of(V2, "new"), models=Versions(V2))
+    serving(bench, "new")
+    assert ranges(await bench.start(prepared=V1).ended()) == [("v2", 0, 6)]
+
+
+# ---------------------------------------------------------------- pauses
+
+
+async def paused(bench: Bench, mode: PauseMode, longest_s: float = 10.0) -> asyncio.Task[int]:
+    """A pause that has begun."""
+    task = asyncio.create_task(bench.dispatch.pause(mode, longest_s))
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_requests_that_are_kept_go_on_with_what_they_have_and_new_ones_wait() -> None:
+    bench = Bench(of(V1, "old"), models=Versions(V1))
+    heard = bench.start(prepared=V1)
+    says(bench, bench.cluster.nodes[0], 100, 101)
+    pausing = await paused(bench, "keep")
+    assert await pausing == 1 and bench.dispatch.is_paused
+    (cancel,) = bench.cluster.sent_to("old", m.Cancel)  # type: ignore[attr-defined]
+    assert cancel.request == "r1"
+    fresh = bench.start("r2", prepared=V1)
+    serving(bench, "old")
+    await asyncio.sleep(0.1)
+    assert heard.end is fresh.end is None and len(bench.asked("old")) == 1
+    assert bench.dispatch.resume() and not bench.dispatch.resume()
+    assert ranges(await heard.ended()) == [("v1", 0, 6)] and heard.tokens == [*range(100, 106)]
+    assert ranges(await fresh.ended()) == [("v1", 0, 6)]
+
+
+async def test_kept_requests_go_on_with_the_weights_that_a_trainer_brought() -> None:
+    bench = Bench(of(V1, "old"), models=Versions(V1))
+    heard = bench.start(prepared=V1)
+    says(bench, bench.cluster.nodes[0], 100, 101)
+    await (await paused(bench, "keep"))
+    bench.models.infos = (V2,)
+    serving(bench, "new")
+    bench.become(of(V2, "new"))
+    await asyncio.sleep(0.05)
+    assert not bench.asked("new")
+    bench.dispatch.resume()
+    assert ranges(await heard.ended()) == [("v1", 0, 2), ("v2", 2, 6)] and heard.tokens == [*range(100, 106)]
+
+
+async def test_a_pause_that_waits_is_there_once_nothing_runs() -> None:
+    bench = Bench(of(V1, "old"), models=Versions(V1))
+    heard = bench.start(prepared=V1)
+    pausing = await paused(bench, "wait")
+    await asyncio.sleep(0.05)
+    assert not pausing.done()
+    says(bench, bench.cluster.nodes[0], *range(100, 106))
+    finished = m.Finished("r1", 0, "length", 6, m.LegTimings())
+    bench.cluster.ledger.deliver("r1", bench.cluster.nodes[0].incarnation, finished)
+    assert await pausing == 1 and isinstance(heard.end, Done)
+
+
+async def test_a_pause_that_aborts_ends_all_with_what_they_have() -> None:
+    bench = Bench(of(V1, "old"), models=Versions(V1))
+    heard = bench.start(prepared=V1)
+    says(bench, bench.cluster.nodes[0], 100)
+    assert await (await paused(bench, "abort")) == 1
+    assert isinstance(heard.end, Done) and (heard.end.reason, heard.tokens) == ("abort", [100])
+
+
+async def test_a_pause_counts_for_no_waiting_time_and_no_deadline() -> None:
+    bench = Bench(of(V1, "old"), models=Versions(V1), age_s=0.2)
+    await (await paused(bench, "keep"))
+    heard = bench.start(prepared=V1, deadline_s=0.3)
+    await asyncio.sleep(0.5)
+    assert heard.end is None
+    serving(bench, "old")
+    bench.dispatch.resume()
+    assert isinstance(await heard.ended(), Done)
+
+
+async def test_a_pause_whose_maker_is_gone_ends_by_itself() -> None:
+    bench = Bench(of(V1, "old"), models=Versions(V1))
+    serving(bench, "old")
+    await (await paused(bench, "keep", longest_s=0.1))
+    assert isinstance(await bench.start(prepared=V1).ended(), Done) and not bench.dispatch.is_paused
+
+
+async def test_a_pause_that_ends_while_requests_run_says_so() -> None:
+    bench = Bench(of(V1, "old"), models=Versions(V1))
+    bench.start(prepared=V1)
+    with pytest.raises(errors.DeadlineExceeded, match="requests still ran when the pause ended"):
+        await bench.dispatch.pause("wait", 0.1)
+
+
+async def test_what_is_held_in_a_pause_is_bounded() -> None:
+    bench = Bench(of(V1, "old"), models=Versions(V1), count=1)
+    await (await paused(bench, "keep"))
+    bench.start("r1", prepared=V1)
+    refused = bench.start("r2", prepared=V1)
+    assert isinstance(refused.end, errors.Unavailable) and "no more may" in str(refused.end)
