@@ -55,6 +55,83 @@ class Node(_message.Message):
     weights: _bootstrap_pb2.WeightsState
     def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_bootstrap_pb2.Role, str]] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., max_len: _Optional[int] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., in_flight: _Optional[int] = ..., version: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ..., engine: _Optional[str] = ..., capabilities: _Optional[_Union[_bootstrap_pb2.Capabilities, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[_bootstrap_pb2.Adapter, _Mapping]]] = ..., weights: _Optional[_Union[_bootstrap_pb2.WeightsState, _Mapping]] = ...) -> None: ...
 
+class PushedTensor(_message.Message):
+    __slots__ = ("name", "kind", "shape")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    kind: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class OpenPushRequest(_message.Message):
+    __slots__ = ("label", "writer", "writer_incarnation", "tensors")
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    WRITER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    label: str
+    writer: str
+    writer_incarnation: str
+    tensors: _containers.RepeatedCompositeFieldContainer[PushedTensor]
+    def __init__(self, label: _Optional[str] = ..., writer: _Optional[str] = ..., writer_incarnation: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[PushedTensor, _Mapping]]] = ...) -> None: ...
+
+class MediumAdvert(_message.Message):
+    __slots__ = ("name", "advert")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADVERT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    advert: bytes
+    def __init__(self, name: _Optional[str] = ..., advert: _Optional[bytes] = ...) -> None: ...
+
+class OpenPushReply(_message.Message):
+    __slots__ = ("node", "epoch", "is_there", "incarnation", "nonce", "region", "starts", "adverts", "is_sealed")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    IS_THERE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    STARTS_FIELD_NUMBER: _ClassVar[int]
+    ADVERTS_FIELD_NUMBER: _ClassVar[int]
+    IS_SEALED_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    epoch: int
+    is_there: bool
+    incarnation: str
+    nonce: int
+    region: int
+    starts: _containers.RepeatedScalarFieldContainer[int]
+    adverts: _containers.RepeatedCompositeFieldContainer[MediumAdvert]
+    is_sealed: bool
+    def __init__(self, node: _Optional[str] = ..., epoch: _Optional[int] = ..., is_there: _Optional[bool] = ..., incarnation: _Optional[str] = ..., nonce: _Optional[int] = ..., region: _Optional[int] = ..., starts: _Optional[_Iterable[int]] = ..., adverts: _Optional[_Iterable[_Union[MediumAdvert, _Mapping]]] = ..., is_sealed: _Optional[bool] = ...) -> None: ...
+
+class CommitPushRequest(_message.Message):
+    __slots__ = ("node", "label", "epoch", "digests")
+    class DigestsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: bytes
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    label: str
+    epoch: int
+    digests: _containers.ScalarMap[str, bytes]
+    def __init__(self, node: _Optional[str] = ..., label: _Optional[str] = ..., epoch: _Optional[int] = ..., digests: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
+
+class CommitPushReply(_message.Message):
+    __slots__ = ("digest",)
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    def __init__(self, digest: _Optional[str] = ...) -> None: ...
+
 class LoadWeightsRequest(_message.Message):
     __slots__ = ("source", "label", "max_unavailable", "canary_percent", "finish_s")
     SOURCE_FIELD_NUMBER: _ClassVar[int]

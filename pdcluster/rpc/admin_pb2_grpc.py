@@ -69,6 +69,16 @@ class AdminStub:
                 request_serializer=pdcluster_dot_rpc_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=pdcluster_dot_rpc_dot_admin__pb2.ChangeAdapterReply.FromString,
                 _registered_method=True)
+        self.OpenPush = channel.unary_unary(
+                '/pdcluster.v1.Admin/OpenPush',
+                request_serializer=pdcluster_dot_rpc_dot_admin__pb2.OpenPushRequest.SerializeToString,
+                response_deserializer=pdcluster_dot_rpc_dot_admin__pb2.OpenPushReply.FromString,
+                _registered_method=True)
+        self.CommitPush = channel.unary_unary(
+                '/pdcluster.v1.Admin/CommitPush',
+                request_serializer=pdcluster_dot_rpc_dot_admin__pb2.CommitPushRequest.SerializeToString,
+                response_deserializer=pdcluster_dot_rpc_dot_admin__pb2.CommitPushReply.FromString,
+                _registered_method=True)
         self.LoadWeights = channel.unary_stream(
                 '/pdcluster.v1.Admin/LoadWeights',
                 request_serializer=pdcluster_dot_rpc_dot_admin__pb2.LoadWeightsRequest.SerializeToString,
@@ -182,6 +192,20 @@ class AdminServicer:
 
     def UnloadAdapter(self, request, context):
         """Have nodes forget an adapter. What runs with it goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenPush(self, request, context):
+        """Have a node take weights that the caller writes into its memory, by a transfer medium. See pdcluster.weights.publisher.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CommitPush(self, request, context):
+        """All bytes are written: have the node check and load them. They serve nothing before LoadWeights with the source node:NODE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -314,6 +338,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=pdcluster_dot_rpc_dot_admin__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=pdcluster_dot_rpc_dot_admin__pb2.ChangeAdapterReply.SerializeToString,
+            ),
+            'OpenPush': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenPush,
+                    request_deserializer=pdcluster_dot_rpc_dot_admin__pb2.OpenPushRequest.FromString,
+                    response_serializer=pdcluster_dot_rpc_dot_admin__pb2.OpenPushReply.SerializeToString,
+            ),
+            'CommitPush': grpc.unary_unary_rpc_method_handler(
+                    servicer.CommitPush,
+                    request_deserializer=pdcluster_dot_rpc_dot_admin__pb2.CommitPushRequest.FromString,
+                    response_serializer=pdcluster_dot_rpc_dot_admin__pb2.CommitPushReply.SerializeToString,
             ),
             'LoadWeights': grpc.unary_stream_rpc_method_handler(
                     servicer.LoadWeights,
@@ -570,6 +604,60 @@ class Admin:
             '/pdcluster.v1.Admin/UnloadAdapter',
             pdcluster_dot_rpc_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
             pdcluster_dot_rpc_dot_admin__pb2.ChangeAdapterReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenPush(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdcluster.v1.Admin/OpenPush',
+            pdcluster_dot_rpc_dot_admin__pb2.OpenPushRequest.SerializeToString,
+            pdcluster_dot_rpc_dot_admin__pb2.OpenPushReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CommitPush(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdcluster.v1.Admin/CommitPush',
+            pdcluster_dot_rpc_dot_admin__pb2.CommitPushRequest.SerializeToString,
+            pdcluster_dot_rpc_dot_admin__pb2.CommitPushReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -141,7 +141,7 @@ def test_nobody_waits_by_select() -> None:
 def test_protobuf_types_stay_in_rpc_and_bootstrap() -> None:
     at_the_border = (
         "pdcluster.client", "pdcluster_router.admin.grpc", "pdcluster_router.admin.scaler",
-        "pdcluster_router.frontend.grpc",
+        "pdcluster_router.frontend.grpc", "pdcluster.weights.publisher",
     )  # fmt: skip
     packages = ("pdcluster.rpc", "pdcluster.bootstrap", "pdcluster_router.operate")
     require_none(

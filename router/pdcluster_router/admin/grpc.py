@@ -15,11 +15,13 @@ from pdcluster.bootstrap.card_messages import adapters_to_proto, capabilities_to
 from pdcluster.core.errors import PdclusterError
 from pdcluster.core.reported import PathLoad
 from pdcluster.core.version import VERSION
+from pdcluster.core.weights import WeightsVersion
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.rpc import admin_pb2_grpc as stubs
 from pdcluster.rpc.bootstrap_pb2 import FormerWeights, WeightsState
 from pdcluster.rpc.server_options import server_options
 from pdcluster.rpc.status import status_of
+from pdcluster_router.admin import pushes
 from pdcluster_router.admin.operations import (
     CachedNode,
     NodeAdapter,
@@ -106,6 +108,16 @@ class AdminService(stubs.AdminServicer):
         self, request: pb.UnloadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.ChangeAdapterReply:
         return _adapters(await self._operations.change_adapter(request.name, None, tuple(request.nodes)))
+
+    async def OpenPush(self, request: pb.OpenPushRequest, context: grpc.aio.ServicerContext) -> pb.OpenPushReply:
+        tensors = [(each.name, each.kind, tuple(each.shape)) for each in request.tensors]
+        writer = request.writer, request.writer_incarnation
+        return _opened(await pushes.open_push(self._operations, request.label, writer, tensors))
+
+    async def CommitPush(self, request: pb.CommitPushRequest, context: grpc.aio.ServicerContext) -> pb.CommitPushReply:
+        version = WeightsVersion(request.label, request.epoch)
+        found = await pushes.commit_push(self._operations, request.node, version, request.digests)
+        return pb.CommitPushReply(digest=found.digest)
 
     async def LoadWeights(
         self, request: pb.LoadWeightsRequest, context: grpc.aio.ServicerContext
@@ -213,6 +225,16 @@ def _progress(found: RolloutProgress) -> pb.RolloutProgress:
         done=found.num_done, nodes=found.num_nodes, running=found.running, context_tokens=found.context_tokens,
         seconds=found.seconds,
     )  # fmt: skip
+
+
+def _opened(found: pushes.OpenedPush) -> pb.OpenPushReply:
+    reply = pb.OpenPushReply(node=found.node, epoch=found.version.epoch, is_there=found.target is None)
+    if (target := found.target) is not None:
+        reply.incarnation, reply.nonce, reply.region = target.receiver.incarnation, target.nonce, target.region
+        reply.starts.extend(target.starts)
+        reply.is_sealed = target.is_sealed
+        reply.adverts.extend(pb.MediumAdvert(name=name, advert=advert) for name, advert in target.receiver.adverts)
+    return reply
 
 
 def _weights(found: NodeStatus) -> WeightsState:

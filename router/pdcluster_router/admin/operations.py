@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from pdcluster.bootstrap.card import NATIVE, Adapter, Capabilities
-from pdcluster.core.messages import Load, Role, WeightsOrder
+from pdcluster.core.messages import Load, Role, WeightsOrder, WeightsTarget
 from pdcluster.core.weights import FormerWeights, WeightsVersion
 from pdcluster.kv.layout import NATIVE_ENGINE
 from pdcluster_router.cluster.events import Event
@@ -58,11 +58,13 @@ class NodeWeights(msgspec.Struct, frozen=True):
 
     error: why it was not done, "" where it was.
     prepared: the version that is ready to be switched to; None: none is.
+    target: where weights may be written, if that was asked for.
     """
 
     node: str
     error: str = ""
     prepared: WeightsVersion | None = None
+    target: WeightsTarget | None = None
 
 
 class WeightsRollout(msgspec.Struct, frozen=True):

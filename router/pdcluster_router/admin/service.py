@@ -201,7 +201,7 @@ class Admin:
             raise DeadlineExceeded(
                 f"node {card.node} did not answer within {timeout_s:g} s; see its log", "handshake"
             ) from None
-        return NodeWeights(card.node, answer.error, answer.prepared)
+        return NodeWeights(card.node, answer.error, answer.prepared, answer.target)
 
     async def pause(self, mode: PauseMode, max_pause_s: float) -> int:
         check_pause(max_pause_s)
