@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -87,8 +86,9 @@ class Fleet:
         self._channels: dict[int, Channel | None] = dict.fromkeys(range(num_workers))
         self._starts = dict.fromkeys(range(num_workers), 0)
         self._policy = frames.SetPolicy(None, None, False)
-        # When a pause ends by itself.
-        self._paused_until, self._clock = -math.inf, clock
+        # When the pause ends by itself; None: there is none.
+        self._paused_until: float | None = None
+        self._clock = clock
 
     # ------------------------------------------------------------ workers that come and go
 
@@ -124,7 +124,7 @@ class Fleet:
 
     async def _set_again(self, channel: Channel) -> None:
         """Set what an operator set before this worker started."""
-        left_s = self._paused_until - self._clock()
+        left_s = 0.0 if self._paused_until is None else self._paused_until - self._clock()
         try:
             if left_s > 0.0:
                 await channel.ask(frames.AskPause("keep", left_s), int, left_s)
@@ -261,7 +261,7 @@ class Fleet:
         return sum(await self._all(frames.AskPause(mode, max_pause_s), int, max_pause_s + MANAGE_S))
 
     async def resume(self) -> bool:
-        self._paused_until = -math.inf
+        self._paused_until = None
         return any(await self._all(frames.AskResume(), bool, MANAGE_S))
 
     async def is_paused(self) -> bool:
