@@ -12,6 +12,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.timeout(300)
+def test_weights_that_change_under_kills_are_never_mixed(tmp_path: Path) -> None:
+    """Half a minute of what `python -m tests.chaos --weights` does."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'router'}"}
+    command = [
+        sys.executable, "-m", "tests.chaos", "--weights", "--minutes", "0.5", "--seed", "2", "--clients", "4", "--logs",
+        str(tmp_path),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_minute_of_faults_loses_nothing(tmp_path: Path) -> None:
