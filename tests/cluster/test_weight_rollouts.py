@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -58,6 +59,8 @@ class Clients:
         self._up, self._is_over = up, threading.Event()
         self._pool = ThreadPoolExecutor(CLIENTS)
         self.answers: list[tuple[int, list[int], float]] = []
+        # The same with the ranges of weights that the answers name.
+        self.ranged: list[tuple[int, list[int], list[dict[str, Any]]]] = []
 
     def __enter__(self) -> Clients:
         self._asking = [self._pool.submit(self._ask, number) for number in range(CLIENTS)]
@@ -71,8 +74,10 @@ class Clients:
 
     def _ask(self, number: int) -> None:
         while not self._is_over.is_set():
-            tokens = self._up.complete(PROMPTS[number], NUM_TOKENS)["choices"][0]["token_ids"]  # type: ignore[index]
+            answer: dict[str, Any] = self._up.complete(PROMPTS[number], NUM_TOKENS)
+            tokens = answer["choices"][0]["token_ids"]
             self.answers.append((number, tokens, time.monotonic()))
+            self.ranged.append((number, tokens, answer["usage"]["pdcluster"]["weights"]))
 
 
 def roll(up: Up, source: Path, label: str, **fields: object) -> pb.RolloutProgress:
@@ -123,4 +128,38 @@ def test_a_rollout_and_its_undoing_fail_no_request_and_mix_no_weights(
         seen[label] += 1
         assert came_at < undone_at + 0.2 or label == "base"
     assert seen["base"] >= CLIENTS and seen["tuned"] >= CLIENTS and rolled_at < undone_at
+    up.wait_idle()
+
+
+def paused_change(up: Up, source: Path) -> list[tuple[int, list[int], list[dict[str, Any]]]]:
+    """A trainer's way: pause, all nodes at once, resume. The answers of that time."""
+    with grpc.insecure_channel(up.admin) as channel, Clients(up) as clients:
+        admin = stubs.AdminStub(channel)
+        time.sleep(0.5)
+        admin.Pause(pb.PauseRequest(mode="keep", max_pause_s=60.0), timeout=60)
+        assert admin.GetPause(pb.GetPauseRequest()).is_paused
+        done = roll(up, source, "tuned", max_unavailable=0, finish_s=0.0)
+        num_before = len(clients.answers)
+        time.sleep(0.3)
+        assert len(clients.answers) == num_before, "nothing is answered in a pause"
+        assert admin.Resume(pb.ResumeRequest()).was_paused
+        time.sleep(1.0)
+    assert (done.done, done.label) == (4, "tuned")
+    undo(up)
+    return clients.ranged
+
+
+def test_requests_that_a_pause_keeps_go_on_with_the_weights_that_come_meanwhile(
+    up: Up, versions: dict[str, Path]
+) -> None:
+    """Each range is what its weights make of all that stands before."""
+    num_changed = 0
+    while not num_changed:  # until one of the requests had tokens when the pause came
+        answers = paused_change(up, versions["tuned"])
+        num_changed = sum(len(ranges) == 2 for _, _, ranges in answers)
+        for number, tokens, ranges in answers:
+            for each in ranges:
+                first, end = each["from"], each["to"]
+                context = [*PROMPTS[number], *tokens[:first]]
+                assert greedy(versions[each["label"]], context, end - first) == tokens[first:end]
     up.wait_idle()
