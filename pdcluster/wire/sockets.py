@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import itertools
+import time
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
@@ -22,6 +23,8 @@ CURVE_OVERHEAD_BYTES = 64
 ZAP_DOMAIN = b"pdcluster"
 # Pauses between attempts to connect, the first and the longest.
 RECONNECT_S = 0.05, 0.5
+# Between two tries to bind.
+REBIND_PAUSE_S = 0.001
 # Of TCP, under leases that notice sooner.
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 10, 5, 3
 _monitor_names = itertools.count()
@@ -60,6 +63,7 @@ class WireSettings:
     advertise_host: the host others connect to when the listen address is a wildcard.
     cluster_keys: secrets of CLUSTER_KEY_BYTES shared by the cluster. The first one is used, all are accepted. None at
     all leaves links unencrypted.
+    rebind_s: how long the address may still be that of this process's boot before, which ZMQ gives up a moment later.
     """
 
     heartbeat_s: float = 0.5
@@ -72,6 +76,7 @@ class WireSettings:
     max_drain: int = 512
     advertise_host: str | None = None
     cluster_keys: tuple[bytes, ...] = ()
+    rebind_s: float = 0.0
 
     def __post_init__(self) -> None:
         for key in self.cluster_keys:
@@ -130,7 +135,8 @@ def open_router(
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if settings.cluster_keys:
             _set_server_keys(socket, derive_keys(settings.cluster_keys[0]))
-        socket.bind(f"tcp://{format_address(host, port) if port else format_address(host, 0).removesuffix('0') + '*'}")
+        endpoint = f"tcp://{format_address(host, port) if port else format_address(host, 0).removesuffix('0') + '*'}"
+        _bind(socket, endpoint, settings.rebind_s)
     except zmq.ZMQError as error:
         socket.close(0)
         raise ConfigError(f"cannot listen on {listen}: {error}; choose another --listen address") from error
@@ -138,6 +144,19 @@ def open_router(
     assert isinstance(bound, bytes)
     bound_port = int(bound.rstrip(b"\0").rpartition(b":")[2])
     return socket, format_address(settings.advertise_host or host, bound_port)
+
+
+def _bind(socket: zmq.Socket[bytes], endpoint: str, patience_s: float) -> None:
+    """Raises ZMQError where the address is still taken after patience_s."""
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            socket.bind(endpoint)
+            return
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE or time.monotonic() >= until:
+                raise
+            time.sleep(REBIND_PAUSE_S)
 
 
 def open_dealer(

@@ -49,6 +49,9 @@ from pdcluster.wire.sockets import WireSettings
 
 logger = logging.getLogger(__name__)
 
+# For ZMQ to give up the address of the boot before.
+REBIND_S = 5.0
+
 
 def run(config: NodeConfig) -> int:
     """Serve until a signal. Returns 0 after a drain. Raises what broke the engine."""
@@ -187,7 +190,7 @@ def wiring_of(process: NodeProcess, backends: Mapping[str, Backend]) -> Wiring:
         process.role,
         config.listen,
         process.context,
-        wire_settings(config),
+        wire_settings(process),
         backends,
         transfer_settings(config),
         config.transfer.parking_s,
@@ -290,8 +293,10 @@ def shape_of(config: NodeConfig, engine: NodeEngine) -> Shape:
     )
 
 
-def wire_settings(config: NodeConfig) -> WireSettings:
+def wire_settings(process: NodeProcess) -> WireSettings:
+    config = process.config
     return WireSettings(
+        rebind_s=0.0 if process.weights_former is None else REBIND_S,
         heartbeat_s=config.heartbeat_s,
         lease_s=config.lease_s,
         advertise_host=config.advertise,
