@@ -161,7 +161,7 @@ def test_no_decoder_is_left_out(every: dict[str, Decoder]) -> None:
         "transfer/backends/shm_memory.py", "transfer/backends/shm.py",  # what the kernel says
         # a model's files
         "engine/model/config.py", "engine/model/weights.py", "api/text/model_text.py", "checkpoint/end_tokens.py",
-        "checkpoint/token_ids.py", "checkpoint/inspection.py", "checkpoint/hub.py",
+        "checkpoint/token_ids.py", "checkpoint/inspection.py", "checkpoint/hub.py", "checkpoint/weight_image.py",
         "api/tools/arguments.py",  # of calls that a client sends back: tests/unit/api/openai/test_histories.py
         # HTTP bodies: tests/unit/router/frontend/openai/test_http_fuzz.py
         "api/openai/requests.py", "api/openai/embeddings.py", "api/validate.py", "api/structured/constraints.py",
