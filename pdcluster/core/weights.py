@@ -17,6 +17,7 @@ from pdcluster.core.reported import Value
 
 BASE = "base"
 MAX_LABEL_CHARS = 64
+MAX_SOURCE_CHARS = 1024
 MAX_DIGEST_CHARS = 128
 
 Label = Annotated[
@@ -76,6 +77,16 @@ WeightTensors = Annotated[tuple[WeightTensor, ...], msgspec.Meta(max_length=MAX_
 def holder_of(source: str) -> str | None:
     """The node that a source names, "" for any; None for a source that is no node."""
     return source.removeprefix(NODE_SOURCE) if source.startswith(NODE_SOURCE) else None
+
+
+def check_source(source: str) -> str:
+    """Raises BadRequest for what cannot stand in a card."""
+    if len(source) > MAX_SOURCE_CHARS or not source.isprintable():
+        raise BadRequest(
+            f"the source {source[:100]!r} of weights must have at most {MAX_SOURCE_CHARS} printable characters",
+            "source",
+        )
+    return source
 
 
 def check_label(label: str) -> str:

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from itertools import count
@@ -22,7 +21,7 @@ from msgspec.structs import replace
 
 from pdcluster.core.errors import BadRequest, DeadlineExceeded, NodeLost, Overloaded, PdclusterError, UnknownName
 from pdcluster.core.messages import DropWeights, PrepareWeights, ShareWeights, SwitchWeights, WeightsOrder
-from pdcluster.core.weights import NODE_SOURCE, WeightsVersion, check_label, holder_of
+from pdcluster.core.weights import NODE_SOURCE, WeightsVersion, check_label, check_source, holder_of
 from pdcluster_router.admin.operations import NodeStatus, NodeWeights, RolloutProgress, WeightsRollout
 from pdcluster_router.cluster.events import EventLog
 
@@ -31,6 +30,8 @@ WEIGHTS_S = 1800.0
 SWITCH_S = 30.0
 # For the next boot of a node to take work.
 READY_S = 60.0
+DROP_S = 5.0
+MAX_FINISH_S = 86_400.0
 MAX_NEWS = 256
 
 
@@ -72,11 +73,10 @@ class Rollouts:
         async with aclosing(self._run(roll, targets, wanted.max_unavailable)) as steps:
             async for progress in steps:
                 yield progress
-        if wanted.canary_percent is None:
-            await roll.share_all()
 
     async def undo(self, finish_s: float) -> AsyncGenerator[RolloutProgress, None]:
         """Have the nodes of the newest version serve what they served before, under the next epoch."""
+        _check_finish(finish_s)
         nodes = await self._nodes()
         version, source = before(nodes)
         newest = max(node.weights.epoch for node in nodes)
@@ -163,35 +163,36 @@ class _Roll:
 
     async def run(self, targets: Sequence[NodeStatus], at_once: int) -> None:
         left = list(targets)
+        await self._share_all()  # first: the nodes of a canary serve all requests while the others change
         while left:
             batch = next_batch(left, await self._cluster.nodes(), at_once)
-            if not self.version.digest:
-                await self._change(batch[:1] if at_once else batch)
-                left = left[1:] if at_once else []
-                continue
+            if at_once and not self.version.digest:
+                batch = batch[:1]
             await self._change(batch)
             left = [node for node in left if node not in batch]
         self._say("", "serving")
 
-    async def share_all(self) -> None:
-        """No canary any more: every node of the version says so."""
+    async def _share_all(self) -> None:
+        """Every node that serves the version says its share."""
         for node in await self._cluster.nodes():
-            if node.weights.epoch == self.version.epoch and node.weights_share < 100.0:
-                await self._cluster.change_weights(node.name, ShareWeights(0, 100.0))
+            if node.weights.epoch == self.version.epoch and node.weights_share != self._share:
+                await self._cluster.change_weights(node.name, ShareWeights(0, self._share))
 
     async def _change(self, batch: Sequence[NodeStatus]) -> None:
         """Rule 1."""
         try:
             await _all(self._prepare(node) for node in batch)
-        except PdclusterError as error:
-            for node in batch:
-                with suppress(PdclusterError):
-                    await self._cluster.change_weights(node.name, DropWeights(0))
-            raise PdclusterError(self._stopped(error)) from error
-        try:
             await _all(self._switch(node) for node in batch)
-        except PdclusterError as error:
-            raise PdclusterError(self._stopped(error)) from error
+        except BaseException as error:  # a caller that goes, too: what is not served keeps no memory
+            await _all(self._drop(node) for node in batch)
+            if isinstance(error, PdclusterError):
+                raise PdclusterError(self._stopped(error)) from error
+            raise
+
+    async def _drop(self, node: NodeStatus) -> None:
+        with suppress(PdclusterError, TimeoutError):  # a node that is gone has nothing ready
+            async with asyncio.timeout(DROP_S):
+                await self._cluster.change_weights(node.name, DropWeights(0))
 
     def _stopped(self, error: PdclusterError) -> str:
         return (
@@ -301,8 +302,18 @@ def _check_numbers(wanted: WeightsRollout) -> None:
         raise BadRequest(f"canary is {percent:g} %; it must be more than 0 and less than 100", "canary_percent")
     if wanted.max_unavailable < 0:
         raise BadRequest(f"max_unavailable is {wanted.max_unavailable}; it must be 0 (all) or more", "max_unavailable")
-    if not 0.0 <= wanted.finish_s < math.inf:
-        raise BadRequest(f"finish_s is {wanted.finish_s:g}; it must be a number of seconds, 0 or more", "finish_s")
+    _check_finish(wanted.finish_s)
+    check_source(wanted.source)
+
+
+def _check_finish(finish_s: float) -> None:
+    if not 0.0 <= finish_s <= MAX_FINISH_S:  # which no NaN is
+        raise BadRequest(f"finish_s is {finish_s:g}; it must be 0 to {MAX_FINISH_S:g} seconds", "finish_s")
+
+
+def patience_of(order: WeightsOrder) -> float:
+    """How long a node may take to do what is asked of its weights."""
+    return order.finish_s + SWITCH_S if isinstance(order, SwitchWeights) else WEIGHTS_S
 
 
 def version_of(nodes: Sequence[NodeStatus], wanted: WeightsRollout) -> WeightsVersion:

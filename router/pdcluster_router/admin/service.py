@@ -28,7 +28,7 @@ from pdcluster_router.admin.operations import (
     State,
     WeightsRollout,
 )
-from pdcluster_router.admin.rollouts import SWITCH_S, WEIGHTS_S, Rollouts
+from pdcluster_router.admin.rollouts import Rollouts, patience_of
 from pdcluster_router.cluster.events import Event, EventLog
 from pdcluster_router.cluster.node_table import NodeTable
 from pdcluster_router.cluster.view import NodeView
@@ -190,7 +190,7 @@ class Admin:
     async def change_weights(self, name: str, order: WeightsOrder) -> NodeWeights:
         """Raises UnknownName, NodeLost, DeadlineExceeded."""
         card = self._find(name).card
-        timeout_s = order.finish_s + SWITCH_S if isinstance(order, SwitchWeights) else WEIGHTS_S
+        timeout_s = patience_of(order)
         try:
             answer = await self.cluster.manage_weights(card.incarnation, order, timeout_s)
         except NodeLost:

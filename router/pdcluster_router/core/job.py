@@ -109,7 +109,7 @@ class Job(msgspec.Struct, eq=False):
     pooling: Pooling | None = None
     # The version of its model that it runs with; None where nobody says. Its digest is `model`.
     served: ModelInfo | None = None
-    # A pause held it, so it may go on with whatever weights are there afterwards.
+    # It waited through a pause, so its next attempt may have whatever weights are there.
     may_change_weights: bool = False
     # Which weights made tokens before that; empty while there was one version.
     past_weights: list[OutputWeights] = []

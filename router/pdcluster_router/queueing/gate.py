@@ -125,6 +125,17 @@ class Gate:
         self._park(held, cause, now)
         self._note_held(now)
 
+    def pass_over(self, since: float, now: float) -> None:
+        """A pause since then counts for no time of those that waited through it. They are in, so no bound is asked."""
+        over = errors.NoNodeTakesWork("the pause is over")
+        for held in self.queue.waiting():
+            paused_s = now - max(held.arrived, since)
+            self.queue.remove(held.request)
+            later = replace(held, arrived=held.arrived + paused_s, deadline=held.deadline + paused_s)
+            self.queue.push(later)
+            self._park(later, over, now)
+        self._note_held(now)
+
     def _park(self, held: QueuedRequest, cause: errors.Unavailable, now: float) -> None:
         self._parked[held.request] = str(cause)  # its traceback holds the view
         self._lacks.pop(held.request, None)

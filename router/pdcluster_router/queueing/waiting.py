@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from msgspec.structs import replace
-
 from pdcluster.core import errors
 from pdcluster.processes.tasks import watched
 from pdcluster.telemetry.metrics import HoldMetrics
@@ -109,12 +107,8 @@ class WaitingRequests:
         self._keep_pumping()
 
     def pass_over(self, since: float, now: float) -> None:
-        """Requests waited through a pause, which counts for none of their times."""
-        for held in self.held():
-            paused_s = now - max(held.arrived, since)
-            self.gate.leave(held.request, now)
-            later = replace(held, arrived=held.arrived + paused_s, deadline=held.deadline + paused_s)
-            self.gate.park(later, errors.NoNodeTakesWork("the pause is over"), now)
+        """A pause began then and is over. It counts for none of the requests that waited."""
+        self.gate.pass_over(since, now)
         self.poke()
 
     def leave(self, request: str) -> None:
@@ -185,7 +179,7 @@ class WaitingRequests:
         self._tell(request, "refused", released.error)
 
     async def _pause(self) -> None:
-        moment = self.gate.queue.next_expiry()
+        moment = None if self.pause.is_on else self.gate.queue.next_expiry()
         until_s = self._tick_s if moment is None else min(self._tick_s, max(moment - self._clock(), 0.0))
         try:
             async with asyncio.timeout(until_s):

@@ -146,25 +146,25 @@ class Dispatch:
         return self.waiting.pause.is_on
 
     async def pause(self, mode: PauseMode, max_pause_s: float) -> int:
-        """Hold new requests, and end, await or hold those that run. Returns once none runs: how many it ended or held.
+        """Hold new requests. Open ones all end with what they have (abort), or those that run are awaited or held.
+        Returns once none runs: how many it ended, awaited or held.
 
         After max_pause_s the pause ends by itself: whoever made it may be gone. Raises DeadlineExceeded when requests
         still run by then.
         """
-        now, running = self.shared.clock(), [entry for entry in self.open.all() if entry.is_running]
-        self.waiting.pause.begin(mode, now)
+        entries = self.open.all()
+        running = [entry for entry in entries if entry.is_running]
+        self.waiting.pause.begin(mode, self.shared.clock())
         self._end_pause_later(max_pause_s)
         if mode == "abort":
             self.abort_all()
         for entry in running if mode == "keep" else ():
             entry.hold("the router is paused")
-        while any(entry.is_running for entry in self.open.all()):
+        while any(listed().is_running for listed in self.open.values()):
             await asyncio.sleep(PAUSE_LOOK_S)
             if not self.is_paused:
-                raise errors.DeadlineExceeded(
-                    f"requests still ran when the pause ended, {max_pause_s:g} s long", "pause"
-                )
-        return len(running)
+                raise errors.DeadlineExceeded("requests still ran when the pause ended", "request")
+        return len(entries if mode == "abort" else running)
 
     def resume(self) -> bool:
         """End the pause. Its time counts for no request. False where there was none."""
@@ -175,7 +175,7 @@ class Dispatch:
             return False
         for entry in self.open.all():
             if not entry.is_running:
-                entry.delay(now - max(since, entry.started))
+                entry.pass_over(now - max(since, entry.started))
         self.waiting.pass_over(since, now)
         return True
 

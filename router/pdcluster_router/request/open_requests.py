@@ -20,7 +20,8 @@ class OpenRequest:
     end: answers the request with this error, unless it has an answer. abort: answers it with the tokens it has.
     num_output: tokens sent so far. Nodes are named once chosen.
     placed_at, first_token_at: when its nodes were chosen last, and its first token; None until then.
-    hold: takes it off its nodes; it goes on when the gate lets it. delay: moves its deadline by so many seconds.
+    hold: takes it off its nodes; it goes on when the gate lets it. pass_over: it waited through a
+    pause of so many seconds.
     """
 
     request: str
@@ -30,7 +31,7 @@ class OpenRequest:
     end: Callable[[Cancelled], None]
     abort: Callable[[], None] = lambda: None
     hold: Callable[[str], None] = lambda reason: None
-    delay: Callable[[float], None] = lambda seconds: None
+    pass_over: Callable[[float], None] = lambda seconds: None
     is_running: bool = False
     attempts: int = 0
     mode: Mode | None = None

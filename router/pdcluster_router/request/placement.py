@@ -42,7 +42,7 @@ class Placement:
         Raises DeadlineExceeded, Overloaded, or what says that no node takes it.
         """
         job, shared, is_charged = self._job, self._shared, self.num_placed > 0
-        if now >= job.deadline:
+        if now >= job.deadline and not shared.waiting.pause.is_on:
             raise errors.DeadlineExceeded(f"request {job.request} found no room by its deadline", "request")
         try:
             decision = self.decide(now)
@@ -99,10 +99,7 @@ class Placement:
         """
         job, generation, shared = self._job, self._generation, self._shared
         served = job.served
-        asked = generation.weights_change
-        is_blank = not job.emitted and not generation.names_weights and asked is None
-        may_change = (asked or shared.settings.weights_change) == "replay" or job.may_change_weights or is_blank
-        if served is None or not may_change:
+        if served is None or not self._may_change_weights():
             return False
         mode = job.force or shared.selector.force
         found = shared.models.successor(generation.model, served.digest, mode)
@@ -114,6 +111,16 @@ class Placement:
         )  # fmt: skip
         job.move_to(found, shared.models.chain(generation.model, generation.salt, found.weights.digest))
         return True
+
+    def _may_change_weights(self) -> bool:
+        """As the request says, else the router. Where the router says no: without a token, or after a pause, unless the
+        request named its weights.
+        """
+        job, generation = self._job, self._generation
+        if generation.weights_change is not None:
+            return generation.weights_change == "replay"
+        is_free = not generation.names_weights and (job.may_change_weights or not job.emitted)
+        return is_free or self._shared.settings.weights_change == "replay"
 
     def _park(self, cause: errors.Unavailable, now: float, answer: Answer) -> None:
         """No node takes it now. Its work counts as demand all the same."""

@@ -139,14 +139,18 @@ class Request(Timed):
             self._step(lambda: None)
 
     def hold(self, reason: str) -> None:
-        """Take it off its nodes. It goes on from what it has when the gate lets it, with the weights that are there."""
+        """Take it off its nodes. It goes on from what it has when the gate lets it."""
         if self.state is R.RUNNING:
-            self.job.may_change_weights = True
             self._step(_give_up, reason)
 
-    def delay(self, seconds: float) -> None:
-        """Time that does not count passed."""
+    def pass_over(self, seconds: float) -> None:
+        """It waited through a pause, which counts for none of its times. Until its next attempt it may go on with the
+        weights that are there now.
+        """
         self.job.deadline += seconds
+        self.job.may_change_weights = True
+        if self.budget is not None:
+            self.budget.pass_over(seconds)
 
     def fail(self, error: Exception) -> None:
         if self.state is R.ENDED:
@@ -263,7 +267,7 @@ class Request(Timed):
         """Begin an attempt. The decision is noted after it was sent, so that nodes begin meanwhile."""
         shared, job, placement = self.shared, self.job, self.placement
         placement.num_placed += 1
-        job.tries, now = self.attempts, shared.clock()
+        job.tries, now, job.may_change_weights = self.attempts, shared.clock(), False
         if self.trace is not None:
             label = "" if job.served is None else job.served.weights.label
             job.trace = self.trace.placed(decision.record, asked, now, label)
@@ -316,7 +320,7 @@ class Request(Timed):
         job, attempt = self.job, self.attempt
         model, num_prompt = self.generation.model, len(job.prompt)
         listed = OpenRequest(
-            job.request, model, num_prompt, self.started, self.fail, self.abort, self.hold, self.delay,
+            job.request, model, num_prompt, self.started, self.fail, self.abort, self.hold, self.pass_over,
             self.state is R.RUNNING,
         )  # fmt: skip
         if attempt is None:

@@ -73,6 +73,11 @@ class RetryBudget:
         # With the running one. Refusals are no attempts.
         self.attempts = 1
 
+    def pass_over(self, seconds: float) -> None:
+        """Time that counts for no wait passed."""
+        if self._held_since is not None:
+            self._held_since += seconds
+
     def spend(self, failure: RetryAttempt, job: Job, now: float) -> float:
         """Seconds to wait before the next attempt. Raises the cause when there must be none."""
         gained, self._emitted = len(job.emitted) - self._emitted, len(job.emitted)

@@ -32,7 +32,7 @@ from pdcluster_router.admin.operations import (
     RolloutProgress,
     WeightsRollout,
 )
-from pdcluster_router.admin.rollouts import WEIGHTS_S, Rollouts
+from pdcluster_router.admin.rollouts import Rollouts, patience_of
 from pdcluster_router.cluster.events import Event, EventLog
 from pdcluster_router.core.ids import worker_of
 from pdcluster_router.explain.records import Explanation
@@ -253,7 +253,7 @@ class Fleet:
         return await self._ask_any(frames.AskAdapter(name, path, nodes), list[NodeAdapter], ADAPTER_ASK_S)
 
     async def change_weights(self, name: str, order: WeightsOrder) -> NodeWeights:
-        return await self._ask_any(frames.AskWeights(name, order), NodeWeights, WEIGHTS_S + MANAGE_S)
+        return await self._ask_any(frames.AskWeights(name, order), NodeWeights, patience_of(order) + MANAGE_S)
 
     async def pause(self, mode: PauseMode, max_pause_s: float) -> int:
         check_pause(max_pause_s)

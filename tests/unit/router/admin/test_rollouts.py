@@ -190,7 +190,12 @@ async def test_a_canary_gets_its_share_until_all_nodes_serve_it() -> None:
     await ended(rollouts(cluster).load(WeightsRollout("/b", "tuned", canary_percent=10.0)))
     assert cluster.served() == {"p0": "tuned@1", "d0": "tuned@1", "p1": "base@0", "d1": "base@0"}
     assert [each.weights_share for each in cluster.by_name.values()] == [10.0, 100.0, 10.0, 100.0]
+    await ended(rollouts(cluster).load(WeightsRollout("/b", "tuned", canary_percent=50.0)))
+    assert [each.weights_share for each in cluster.by_name.values()] == [50.0, 100.0, 50.0, 100.0]
+    cluster.orders.clear()
     await ended(rollouts(cluster).load(WeightsRollout("/b", "tuned")))
+    kinds = [type(order) for _, order in cluster.orders]
+    assert kinds[:2] == [ShareWeights] * 2, "the others go away only when the canary may have all requests"
     assert set(cluster.served().values()) == {"tuned@1"}
     assert {each.weights_share for each in cluster.by_name.values()} == {100.0}
 
@@ -201,7 +206,9 @@ async def test_a_canary_gets_its_share_until_all_nodes_serve_it() -> None:
         (WeightsRollout("/b", "no label"), "must have 1 to 64"),
         (WeightsRollout("/b", "t", canary_percent=100.0), "less than 100"),
         (WeightsRollout("/b", "t", max_unavailable=-1), "0 .all. or more"),
-        (WeightsRollout("/b", "t", finish_s=float("nan")), "a number of seconds"),
+        (WeightsRollout("/b", "t", finish_s=float("nan")), "must be 0 to 86400 seconds"),
+        (WeightsRollout("/a\tb", "t"), "printable characters"),
+        (WeightsRollout("/" + 2000 * "b", "t"), "at most 1024"),
         (WeightsRollout("/b", "base"), "give other weights another label"),
     ],
 )
@@ -226,6 +233,7 @@ async def test_one_rollout_at_a_time_and_none_is_left_by_a_caller_who_goes() -> 
     with pytest.raises(Overloaded, match="the rollout of tuned"):
         await ended(made.load(WeightsRollout("/c", "third")))
     await steps.aclose()
+    assert not cluster.prepared and any(isinstance(order, DropWeights) for _, order in cluster.orders)
     await ended(made.load(WeightsRollout("/b", "tuned")))
     assert set(cluster.served().values()) == {"tuned@1"}
 
@@ -254,3 +262,14 @@ async def test_pushed_weights_that_nobody_has_any_more_are_refused() -> None:
     }
     with pytest.raises(BadRequest, match=r"no node has the weights one \(epoch 3\) in memory any more"):
         await ended(rollouts(cluster).undo(1.0))
+
+
+async def test_a_node_that_cannot_change_yet_is_not_forgotten() -> None:
+    """Its neighbour takes no work, so another node is the first."""
+    cluster = two_and_two()
+    cluster.by_name["d1"] = replace(cluster.by_name["d1"], state="cordoned")
+    with pytest.raises(PdclusterError, match="no other decode node takes work"):
+        await ended(rollouts(cluster).load(WeightsRollout("/b", "tuned")))
+    assert cluster.served() == {"p0": "tuned@1", "p1": "tuned@1", "d0": "base@0", "d1": "tuned@1"}
+    switched = [name for name, order in cluster.orders if isinstance(order, SwitchWeights)]
+    assert sorted(switched) == ["d1", "p0", "p1"]

@@ -18,7 +18,7 @@ from pdcluster.core.weights import WeightsVersion
 from pdcluster.kv.hashing import chain_root, extend
 from pdcluster.rpc.status import status_of
 from pdcluster_router.cluster.view import NodeView
-from pdcluster_router.core.generation import Done, Generation, ModelInfo, TokenChunk
+from pdcluster_router.core.generation import Done, Generation, ModelInfo, TenantPriority, TokenChunk
 from pdcluster_router.core.job import HashChain
 from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.policy.base import Force
@@ -88,6 +88,7 @@ class Bench:
         age_s: float = 5.0,
         force: Force = "auto",
         count: int = 100,
+        is_shared: bool = False,
     ) -> None:
         self.models = models or Served(A)
         self.cluster = FakeCluster(list(nodes))
@@ -95,7 +96,7 @@ class Bench:
             retries=1,
             hold_s=1.0,
             stages=StageDeadlines(handshake_s=1.0, hold_s=0.01),
-            hold=HoldLimits(count, age_s=age_s),
+            hold=HoldLimits(count, age_s=age_s, is_shared=is_shared),
         )
         self.dispatch = Dispatch(self.cluster, self.models, make_chooser(self.cluster, force=force), settings)  # type: ignore[arg-type]
 
@@ -671,3 +672,80 @@ async def test_what_is_held_in_a_pause_is_bounded() -> None:
     bench.start("r1", prepared=V1)
     refused = bench.start("r2", prepared=V1)
     assert isinstance(refused.end, errors.Unavailable) and "no more may" in str(refused.end)
+
+
+async def test_a_pause_spends_no_time_on_requests_whose_wait_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(of(V1, "old"), models=Versions(V1), age_s=0.05)
+    await (await paused(bench, "keep"))
+    bench.start(prepared=V1)
+    await asyncio.sleep(0.1)
+    looks = 0
+    look = bench.dispatch.waiting._release_all
+
+    async def counted() -> None:
+        nonlocal looks
+        looks += 1
+        await look()
+
+    monkeypatch.setattr(bench.dispatch.waiting, "_release_all", counted)
+    await asyncio.sleep(0.3)
+    assert looks < 60
+
+
+async def test_requests_come_back_from_a_pause_whatever_the_bounds_are_by_then() -> None:
+    """A tenant's part of the queue shrinks when others come."""
+    bench = Bench(of(V1, "old"), models=Versions(V1), count=40, is_shared=True)
+    await (await paused(bench, "keep"))
+    first = [bench.start(f"a{n}", prepared=V1, standing=TenantPriority("a")) for n in range(20)]
+    others = [bench.start(f"b{n}", prepared=V1, standing=TenantPriority("b")) for n in range(15)]
+    serving(bench, "old")
+    held = [each for each in (*first, *others) if each.end is None]
+    assert len(held) > 20
+    bench.dispatch.resume()
+    for each in held:
+        assert isinstance(await each.ended(), Done)
+
+
+async def test_what_waited_beside_a_pause_goes_on_with_other_weights_too() -> None:
+    """It had tokens and lost its node before the pause."""
+    bench = Bench(of(V1, "old"), models=Versions(V1))
+    heard = bench.start(prepared=V1)
+    old = bench.cluster.nodes[0]
+    says(bench, old, 100, 101)
+    bench.become()
+    bench.cluster.kill(old)
+    await asyncio.sleep(0.05)
+    await (await paused(bench, "keep"))
+    bench.models.infos = (V2,)
+    serving(bench, "new")
+    bench.become(of(V2, "new"))
+    bench.dispatch.resume()
+    assert ranges(await heard.ended()) == [("v1", 0, 2), ("v2", 2, 6)]
+
+
+@pytest.mark.parametrize("changes", [{"weights_change": "fail"}, {"names_weights": True}])
+async def test_a_pause_changes_no_weights_of_who_wants_none_changed(changes: dict[str, object]) -> None:
+    bench = Bench(of(V1, "old"), models=Versions(V1), age_s=0.2)
+    heard = bench.start(prepared=V1, **changes)
+    says(bench, bench.cluster.nodes[0], 100, 101)
+    await (await paused(bench, "keep"))
+    bench.models.infos = (V2,)
+    serving(bench, "new")
+    bench.become(of(V2, "new"))
+    bench.dispatch.resume()
+    assert isinstance(await heard.ended(), errors.Unavailable) and not bench.asked("new")
+
+
+async def test_a_pause_allows_one_change_and_no_later_one() -> None:
+    bench = Bench(of(V1, "old"), models=Versions(V1), age_s=0.2)
+    heard = bench.start(prepared=V1)
+    says(bench, bench.cluster.nodes[0], 100, 101)
+    await (await paused(bench, "keep"))
+    bench.dispatch.resume()
+    async with asyncio.timeout(WAIT_S):
+        while len(bench.asked("old")) < 2:
+            await asyncio.sleep(0.002)
+    bench.models.infos = (V2,)
+    bench.become(bench.cluster.nodes[0], of(V2, "new"))
+    bench.cluster.kill(bench.cluster.nodes[0])
+    assert isinstance(await heard.ended(), errors.Unavailable) and not bench.asked("new")
