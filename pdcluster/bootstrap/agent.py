@@ -111,6 +111,8 @@ class NodeAgent:
         self._registered: Callable[[], None] | None = None
         self._threads: list[threading.Thread] = []
         self._registered_at: set[str] = set()
+        # The boot that some bootstrap took.
+        self._taken = ""
 
     @property
     def num_registered(self) -> int:
@@ -261,7 +263,9 @@ class NodeAgent:
             )  # fmt: skip
             reply = stub.KeepAlive(request, timeout=CALL_S)
             return (self._pause_s(reply.lease_s), True) if reply.known else (0.0, False)
-        lease_s = stub.Register(pb.RegisterRequest(card=card_to_proto(card)), timeout=CALL_S).lease_s
+        request_in = pb.RegisterRequest(card=card_to_proto(card), again=card.incarnation == self._taken)
+        lease_s = stub.Register(request_in, timeout=CALL_S).lease_s
+        self._taken = card.incarnation
         log.info("registered with bootstrap %s for %g s at a time", address, lease_s)
         self._tell_registered()
         return self._pause_s(lease_s), True

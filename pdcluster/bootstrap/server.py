@@ -77,7 +77,7 @@ class Servicer(stubs.BootstrapServicer):
         await self._require(context, "node", request.card.node)
         try:
             card = card_from_proto(request.card)
-            self._store.register(card)
+            self._store.register(card, again=request.again)
         except PdclusterError as error:
             log.warning("refused node %.128r: %s", request.card.node, error)
             await context.abort(status_of(error), str(error), retry_metadata(error))

@@ -68,8 +68,9 @@ class NodeStore:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def register(self, card: NodeCard) -> None:
-        """Take a node in, in place of a boot of that name which has ended.
+    def register(self, card: NodeCard, *, again: bool = False) -> None:
+        """Take a node in, in place of a boot of that name which has ended. again: this boot was in before, here or at
+        another bootstrap, so its weights were once announced.
 
         Raises BadRequest for a bad card, Overloaded for too many nodes, NameTaken where another process has its name.
         Raises ConfigError when it does not fit the cluster, or a newer boot has its name.
@@ -82,7 +83,7 @@ class NodeStore:
             raise ConfigError(
                 f"node {card.node!r} boot {card.incarnation} was replaced{by}; give every node a name of its own"
             )
-        self._check_fits(card)
+        self._check_fits(card, again=again)
         known = self._leases.get(card.node)
         if known is None and len(self._leases) >= self._settings.max_nodes:
             raise Overloaded(
@@ -153,7 +154,7 @@ class NodeStore:
         if known is None or known.card != card:
             self.version += 1
 
-    def _check_fits(self, card: NodeCard) -> None:
+    def _check_fits(self, card: NodeCard, *, again: bool) -> None:
         others = [lease.card for name, lease in self._leases.items() if name != card.node]
         if not others:
             return
@@ -182,7 +183,7 @@ class NodeStore:
                 "start it with the same model, weights, dtype and hash block size, --deterministic on all or none, "
                 "the same --quantization, or in a cluster of its own"
             )
-        _check_weights(card, others)
+        _check_weights(card, others, again=again)
 
     def _remember_replaced(self, peer: Peer) -> None:
         self._replaced[peer] = None
@@ -194,7 +195,7 @@ def _does(card: NodeCard) -> str:
     return "embeds" if card.capabilities.embeds else "generates"
 
 
-def _check_weights(card: NodeCard, others: Sequence[NodeCard]) -> None:
+def _check_weights(card: NodeCard, others: Sequence[NodeCard], *, again: bool) -> None:
     """Raises ConfigError for weights that nobody announced.
 
     A node gets an epoch above 0 from an operator's or a trainer's load alone, never from its files. So one epoch has
@@ -209,7 +210,7 @@ def _check_weights(card: NodeCard, others: Sequence[NodeCard]) -> None:
                 f"has {other.weights!r} as {other.weights_version}; one label and one epoch mean one digest: load them "
                 "under a label of their own with pdctl weights load"
             )
-    if not card.weights_epoch and all(each.weights != card.weights for each in others):
+    if not again and not card.weights_epoch and all(each.weights != card.weights for each in others):
         newest = max(others, key=lambda each: each.weights_epoch)
         raise ConfigError(
             f"node {card.node!r} was started with weights {card.weights!r}, which no node of the cluster has: they "

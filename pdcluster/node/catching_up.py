@@ -46,10 +46,12 @@ def catch_up(agent: NodeAgent, control: NodeControl, own: NodeCard) -> NewerWeig
     """Load what the cluster serves, and go over to it at once. None where the node's own weights serve."""
     newer = newer_weights(agent.cards(CLUSTER_S), own)
     for found in newer:
+        if control.is_stopping:
+            return None
         logger.info("the cluster serves the weights %s: taking them from %s", found.order.version, found.order.source)
         if control.catch_up(found.order, found.share):
             return found
-    if newer:
+    if newer and not control.is_stopping:
         logger.warning(
             "none of %s gave node %s the cluster's weights %s: it goes on with those that it was started with",
             ", ".join(found.order.source for found in newer), own.node, newer[0].order.version,

@@ -233,6 +233,11 @@ class NodeControl:
         self._poller = zmq.Poller()
         self._polled: list[object] = []
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a signal ends the node."""
+        return self._links.standing.is_draining
+
     def stop(self) -> None:
         """Ask the loop to drain and return. Safe from signal handlers and other threads."""
         if not self._is_closed:

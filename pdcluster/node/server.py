@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -36,7 +37,7 @@ from pdcluster.node.reports.load_report import ModelFiles
 from pdcluster.node.weights_exchange import ImageIntake
 from pdcluster.node.weights_loader import WeightsLoader
 from pdcluster.processes.garbage import collect_seldom
-from pdcluster.processes.leaving import leave_if_stuck
+from pdcluster.processes.leaving import leave_last
 from pdcluster.processes.ready import announce
 from pdcluster.settings.config import NodeConfig
 from pdcluster.telemetry.health import health_port
@@ -101,6 +102,7 @@ class NextBoot:
     open: builds the node around the engine, which its engine_stack closes from then on.
     free: closes the engine where it is not opened.
     image: the weights' bytes, for other nodes, as long as the boot serves.
+    broken: why it cannot be opened any more; "": it can.
     """
 
     version: WeightsVersion
@@ -109,6 +111,7 @@ class NextBoot:
     free: Callable[[], None]
     source: str = ""
     image: WeightImage | None = None
+    broken: Callable[[], str] = str
     ended: threading.Event = field(default_factory=threading.Event)
 
     def close(self) -> None:
@@ -167,22 +170,17 @@ def _serve_boot(
         }  # fmt: skip
         health.stage = "registering"
         newer = catch_up(process.agent, control, card) if is_first and opened.intake is not None else None
-        if newer is None and process.agent.is_started:
-            process.agent.succeed(card)
-        elif newer is None:
-            process.agent.start(card, registered=lambda: _announce_ready(config, card, health_address))
+        if newer is None and not stop.has_come:
+            _register(process, card, health_address)
         if is_first:
             collect_seldom()
         else:
             gc.unfreeze()  # what was made before may be garbage now
-        logger.info(
-            "node %s (%s) serves %s, weights %s, at %s over %s",
-            card.node, card.role, card.model, card.weights_version, card.address,
-            ", ".join(card.backends) or "no transfer",
-        )  # fmt: skip
-        following, standing = control.run(), links.standing
-        if loader.num_busy:
-            process.end_stack.callback(leave_if_stuck, loader.num_busy, 0)
+        try:
+            following, standing = control.run(), links.standing
+        finally:
+            if loader.num_busy:
+                process.end_stack.push(partial(leave_last, Busy(loader.num_busy)))
     assert following is None or isinstance(following, NextBoot)
     if following is not None and newer is not None:
         following = replace(following, source=newer.source)
@@ -194,26 +192,49 @@ def _serve_boot(
     return left, following
 
 
+def _register(process: NodeProcess, card: NodeCard, health_address: str | None) -> None:
+    """Let the cluster know this boot, in place of the one before."""
+    if process.agent.is_started:
+        process.agent.succeed(card)
+    else:
+        process.agent.start(card, registered=lambda: _announce_ready(process.config, card, health_address))
+    logger.info(
+        "node %s (%s) serves %s, weights %s, at %s over %s",
+        card.node, card.role, card.model, card.weights_version, card.address,
+        ", ".join(card.backends) or "no transfer",
+    )  # fmt: skip
+
+
 def _nothing() -> None:
     """The first boot's engine does not run before it is opened."""
 
 
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Implements leaving.Sticky: threads that load weights on after the end."""
+
+    num_stuck: int
+
+
 class StopSignal:
-    """SIGTERM and SIGINT, for whichever boot serves. One that comes between two boots ends the second at once."""
+    """SIGTERM and SIGINT, for whichever boot serves. One that comes between two boots ends the second at once, and one
+    before the first ends the process.
+    """
 
     def __init__(self) -> None:
-        self._has_come = False
+        self.has_come = False
         self._control: NodeControl | None = None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda _number, _frame: self._stop())
 
     def watch(self, control: NodeControl) -> None:
+        if self._control is None:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda _number, _frame: self._stop())
         self._control = control
-        if self._has_come:
+        if self.has_come:
             control.stop()
 
     def _stop(self) -> None:
-        self._has_come = True
+        self.has_come = True
         if self._control is not None:
             self._control.stop()
 

@@ -119,6 +119,10 @@ class WeightsExchange:
                 return found[1]
         return None
 
+    def begin(self) -> None:
+        """Something else is received from now on."""
+        self._stop_reason = ""
+
     def stop(self, reason: str) -> None:
         """End what is received."""
         self._stop_reason = reason
@@ -183,7 +187,6 @@ class WeightsExchange:
         """Blocks until all is here. opened: told where the writer may write. Raises PdclusterError."""
         assert self.intake is not None  # who calls has asked
         self.intake.check(tensors)
-        self._stop_reason = ""
         self._receiver = receiver = WeightsReceiver(
             self._me, self.intake.address, writer, tensors, self.intake.open_media, is_sealed=self.intake.is_sealed
         )

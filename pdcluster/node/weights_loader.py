@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from pdcluster.checkpoint.weight_image import WeightImage
-from pdcluster.core.errors import PdclusterError
+from pdcluster.core.errors import BadRequest, PdclusterError
 from pdcluster.core.lifecycle import Table
 from pdcluster.core.messages import (
     CommitWeights,
@@ -26,7 +26,7 @@ from pdcluster.core.messages import (
     WeightsManaged,
     WeightsTarget,
 )
-from pdcluster.core.weights import NODE_SOURCE, WeightsVersion, holder_of
+from pdcluster.core.weights import NODE_SOURCE, WeightsVersion, check_source, holder_of
 from pdcluster.node.outbox import Outbox
 from pdcluster.node.weights_exchange import ImageIntake, WeightsExchange
 from pdcluster.transfer.backends.base import Peer
@@ -46,6 +46,11 @@ class PreparedBoot(Protocol):
     @property
     def image(self) -> WeightImage | None:
         """The version's bytes, to be given to others."""
+        ...
+
+    @property
+    def broken(self) -> Callable[[], str]:
+        """Says why it cannot be taken over any more; "": it can."""
         ...
 
     @property
@@ -151,6 +156,11 @@ class WeightsLoader:
 
     def load(self, router: Peer, message: PrepareWeights) -> None:
         """Begin to load, or answer at once: it is loaded, or cannot be now."""
+        try:
+            check_source(message.source)
+        except BadRequest as error:
+            self._answer(router, message.number, str(error))
+            return
         if self._prepare is None:
             reason = f"the engine of node {self._node} loads no other weights while it runs; start a node with them"
             self._answer(router, message.number, reason)
@@ -162,8 +172,9 @@ class WeightsLoader:
             self.load(router, message)
         elif not self._is_wanted(message):
             self._answer(router, message.number, self._in_hand())
+        elif self._state is L.PREPARING and self._is_dropped:
+            self._answer(router, message.number, f"node {self._node} is about to drop these weights; ask again")
         elif self._state is L.PREPARING:
-            self._is_dropped = False
             self._waiting.append((router, message.number))
         else:
             self._answer(router, message.number)
@@ -173,6 +184,7 @@ class WeightsLoader:
         self._wanted, self._is_dropped, self._is_receiving = message, False, receives is not None
         self._waiting = [(router, message.number)]
         self._is_done.clear()
+        self.exchange.begin()
         threading.Thread(target=self._run, args=(message, receives), name="weights", daemon=True).start()
 
     def _in_hand(self) -> str:
@@ -199,6 +211,7 @@ class WeightsLoader:
             self._begin(router, wanted, message)
         elif self._state is L.PREPARING and self._is_receiving:
             self.exchange.stop("another transfer of weights takes this one's place")
+            self._forget_next("another transfer of weights took its place")
             self._next = router, message
         else:
             self._answer(router, number, self._in_hand())
@@ -247,8 +260,14 @@ class WeightsLoader:
             self._state = LOADER[self._state, "drop"]
             self._free()
         self._is_dropped = True
+        self._forget_next("nobody wants these weights any more")
         self.exchange.stop("nobody wants these weights any more")
         self._answer(router, message.number)
+
+    def _forget_next(self, reason: str) -> None:
+        following, self._next = self._next, None
+        if following is not None:
+            self._answer(following[0], following[1].number, reason)
 
     def switch(self, router: Peer, message: SwitchWeights) -> bool:
         """Whether the node is to end what it has now. The router is answered where it is not."""
@@ -258,6 +277,11 @@ class WeightsLoader:
             has = "none" if self._prepared is None else str(self._prepared.version)
             reason = f"node {self._node} has no weights of epoch {message.epoch} ready, but {has}; prepare them first"
             self._answer(router, message.number, reason)
+            return False
+        if why := self._prepared.broken():
+            self._state = LOADER[self._state, "drop"]
+            self._free()
+            self._answer(router, message.number, f"what node {self._node} had ready is lost: {why}; load it again")
             return False
         self._state, self._switch = LOADER[self._state, "switch"], (router, message)
         logger.info("switching to the weights %s", self._prepared.version)

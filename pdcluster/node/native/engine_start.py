@@ -57,13 +57,21 @@ def start_engine(
     warn_if_unwritable(own.cache_dir)
     if config.tp == 1:
         engine = Engine(own)
-        if config.warmup:
-            engine.warmup()
+        _warm_up(engine, wanted=config.warmup)
         return _describe(engine, engine, region, ranks=1)
     ranked = RankedEngine(own, _rank_settings(config, me, region), on_lost if on_lost is not None else end_process)
-    if config.warmup:
-        ranked.warmup()
+    _warm_up(ranked, wanted=config.warmup)
     return replace(_describe(ranked, ranked.local, region, ranks=config.tp), links=ranked.links)
+
+
+def _warm_up(engine: Engine | RankedEngine, *, wanted: bool) -> None:
+    """An engine that cannot is closed, with its weights and its pool."""
+    try:
+        if wanted:
+            engine.warmup()
+    except BaseException:
+        engine.close()
+        raise
 
 
 def end_process(reason: str) -> None:

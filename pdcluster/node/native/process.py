@@ -26,9 +26,11 @@ from pdcluster.kv.layout import DEFAULT_ARITHMETIC, Fingerprint
 from pdcluster.node.native.assembly import KV_REGION, Shape, Wiring, assemble
 from pdcluster.node.native.components import NodeComponents
 from pdcluster.node.native.engine_side import NativeSide
-from pdcluster.node.native.engine_start import NodeEngine, engine_config, is_sealed, start_engine
+from pdcluster.node.native.engine_start import NodeEngine, end_process, engine_config, is_sealed, start_engine
 from pdcluster.node.native.tensor_parallel.endpoint_client import RankLink
 from pdcluster.node.native.weights_source import (
+    check_config,
+    check_place,
     check_received,
     check_replacement,
     check_same,
@@ -114,18 +116,22 @@ def prepare(process: NodeProcess, serving: Engine, message: PrepareWeights, imag
     Raises ModelError for weights that do not fit or have another digest than was asked for, ConfigError where memory
     is short.
     """
-    wanted, source = message.version, message.source
+    wanted, source, held = message.version, message.source, None
+    check_place(process.config)
     if image is None:
         found = local_model(Path(source)) if source else process.model_dir
         check_replacement(found, process.model_dir, serving.config)
         held = hold_beside(process.config, found)
-        image = image_of(found, held)
-        files = () if held is None else held.paths
     else:
-        found, held, source, files = process.model_dir, None, NODE_SOURCE, image.paths
-    me = Peer(process.me.node, new_incarnation())
+        found, source = process.model_dir, NODE_SOURCE
+        check_config(found, serving.config)
+    me, watch = Peer(process.me.node, new_incarnation()), RankWatch()
     try:
-        engine = _start_beside(process, serving, me, found, files)
+        if image is None:
+            image, files = image_of(found, held), () if held is None else held.paths
+        else:
+            files = image.paths
+        engine = _start_beside(process, serving, me, found, files, watch)
         version = replace_fields(wanted, digest=engine.local.weights_digest)
         try:
             check_same(engine.local, serving, wanted.digest)
@@ -139,10 +145,31 @@ def prepare(process: NodeProcess, serving: Engine, message: PrepareWeights, imag
     finally:
         if held is not None:
             held.close()
-    return NextBoot(version, me, partial(open_around, engine, version), engine.driver.close, source, image)
+    opens = partial(_take_over, watch, engine, version)
+    return NextBoot(version, me, opens, engine.driver.close, source, image, lambda: watch.lost)
 
 
-def _start_beside(process: NodeProcess, serving: Engine, me: Peer, model: Path, files: tuple[Path, ...]) -> NodeEngine:
+class RankWatch:
+    """A rank that is gone ends the node once its engine serves. Before that, only what is ready is lost: why."""
+
+    def __init__(self) -> None:
+        self.lost, self.serves = "", False
+
+    def __call__(self, reason: str) -> None:
+        if self.serves:
+            end_process(reason)
+        logger.warning("the weights that were ready are lost: %s", reason)
+        self.lost = reason
+
+
+def _take_over(watch: RankWatch, engine: NodeEngine, version: WeightsVersion, process: NodeProcess) -> OpenedEngine:
+    watch.serves = True
+    return open_around(engine, version, process)
+
+
+def _start_beside(
+    process: NodeProcess, serving: Engine, me: Peer, model: Path, files: tuple[Path, ...], watch: RankWatch
+) -> NodeEngine:
     config = process.config
     own = replace(
         engine_config(config, model),
@@ -151,7 +178,7 @@ def _start_beside(process: NodeProcess, serving: Engine, me: Peer, model: Path, 
         populates=False,
         text_dir=process.model_dir,
     )
-    return start_engine(config, own, me, KV_REGION)
+    return start_engine(config, own, me, KV_REGION, watch)
 
 
 def _intake(process: NodeProcess, serving: Engine, address: str) -> ImageIntake:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from pdcluster.checkpoint.gguf import is_gguf
@@ -60,17 +61,34 @@ def _check_free(nbytes: int, what: str, way_out: str) -> None:
 def check_replacement(source: Path, serving_dir: Path, serving: ModelConfig) -> None:
     """Raises ModelError for a source that cannot be the same model with other weights. Reads no weights."""
     check_model_files(source, needs_tokenizer=False)
-    found = read_config(source)
-    for name in ("vocab_size", "eos_token_ids", "num_layers", "num_kv_heads", "head_dim", "max_position_embeddings"):
-        ours, theirs = getattr(serving, name), getattr(found, name)
-        if ours != theirs:
-            raise ModelError(
-                f"{source} is another model: {name} is {theirs}, and {ours} here; serve it in a cluster of its own"
-            )
+    check_config(source, serving)
     own, other = serving_dir / TOKENIZER, source / TOKENIZER
     if own.is_file() and other.is_file() and own.read_bytes() != other.read_bytes():
         raise ModelError(
             f"{other} is another tokenizer than the one that serves; leave the file out if the tokens are the same"
+        )
+
+
+def check_config(source: Path, serving: ModelConfig) -> None:
+    """Raises ModelError where a model computes something else from the same tensors. Other nodes take the tensors and
+    their own config, so these must be equal in all but the type in which tensors are stored.
+    """
+    found = read_config(source)
+    for field in fields(ModelConfig):
+        ours, theirs = getattr(serving, field.name), getattr(found, field.name)
+        if ours != theirs and field.name != "stored_dtype":
+            raise ModelError(
+                f"{source} is another model: {field.name} is {theirs}, and {ours} here; serve it in a cluster of its "
+                "own"
+            )
+
+
+def check_place(config: NodeConfig) -> None:
+    """Raises ConfigError for a node that has no room for a second engine beside its own."""
+    if config.tp > 1 and config.transfer.port is not None:
+        raise ConfigError(
+            f"node.transfer.port is {config.transfer.port} and node.tp is {config.tp}: ranks with other weights want "
+            "the ports of those that serve; leave the port out, or start a node with these weights"
         )
 
 

@@ -258,6 +258,24 @@ async def test_a_node_goes_on_as_its_next_boot_without_a_gap(address: str, make_
         await view.until(lambda: view.names() == [])
 
 
+async def test_a_node_that_was_in_says_so_when_it_registers_again(address: str, make_agent: MakeAgent) -> None:
+    """Others serve newer weights by then, and none has its own any more."""
+    agent = make_agent(address)
+    agent.start(make_card())
+    async with watching(address) as view, grpc.aio.insecure_channel(address) as channel:
+        await view.until(lambda: view.names() == ["prefill-0"])
+        stub = stubs.BootstrapStub(channel)
+        newer = make_card(
+            node="d0", incarnation="d0-1", address="127.0.0.1:4001", weights_label="tuned", weights_epoch=1,
+            fingerprint=replace(FINGERPRINT, weights="others"),
+        )  # fmt: skip
+        await stub.Register(pb.RegisterRequest(card=card_to_proto(newer)))
+        await stub.Leave(pb.LeaveRequest(node="prefill-0", incarnation="boot-1"))
+        await asyncio.sleep(0.7 * SETTINGS.lease_s)  # it renews, is not known, and registers
+    assert all(peer.node != "prefill-0" for peer in agent.gone())
+    assert agent.num_registered == 1
+
+
 async def test_a_node_whose_name_stays_taken_gives_up_and_says_by_whom(address: str, make_agent: MakeAgent) -> None:
     first, moved = make_agent(address), make_agent(address)
     first.start(make_card())

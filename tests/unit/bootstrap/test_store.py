@@ -360,3 +360,12 @@ def test_the_share_of_weights_changes_with_a_renewal(store: NodeStore) -> None:
     assert store.snapshot().nodes[0].weights_share == 10.0
     with pytest.raises(BadRequest, match="0 to 100 percent"):
         store.keep_alive(peer, role="prefill", draining=False, weights_share=101.0)
+
+
+def test_a_node_that_served_before_a_rollout_comes_back_with_its_weights(store: NodeStore) -> None:
+    """The bootstrap was restarted, and others registered first. The node still ends what it has."""
+    store.register(card_of("a", "B", "tuned", 1))
+    with pytest.raises(ConfigError):
+        store.register(card_of("b", "A"))
+    store.register(card_of("b", "A"), again=True)
+    assert {card.node for card in store.snapshot().nodes} == {"a", "b"}

@@ -94,7 +94,7 @@ class RankedEngine:
         self._is_lost = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._watcher: threading.Thread | None = None
-        store = host_store(settings.start_s)
+        store, local = host_store(settings.start_s), None
         try:
             for rank in range(1, settings.size):
                 self._children.append(_spawn(rank, config, settings, store.port))
@@ -102,11 +102,14 @@ class RankedEngine:
             for child in self._children:
                 self._await(child, Here, deadline)
             group = Ranks(0, settings.size, store, config.device, settings.step_s)
-            self.local = Engine(_of_rank(config, 0), progress, group)
+            self.local = local = Engine(_of_rank(config, 0), progress, group)
             for child in self._children:
                 self._take_ready(child, self._await(child, Ready, deadline))
         except BaseException:
             self._end_children(0.0)
+            if local is not None:
+                local.close()
+            os.close(self._wake_fd)
             raise
         self.layout, self.num_pages = self.local.layout, self.local.num_pages
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)

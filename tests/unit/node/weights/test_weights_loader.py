@@ -26,6 +26,10 @@ class Boot:
     version: WeightsVersion
     image: WeightImage | None = None
     ended: threading.Event = field(default_factory=threading.Event)
+    lost: str = ""
+
+    def broken(self) -> str:
+        return self.lost
 
     def close(self) -> None:
         self.ended.set()
@@ -156,3 +160,30 @@ def test_what_comes_after_the_end_is_freed() -> None:
     world.goes_on.set()
     world.loader.close()
     assert world.boots[0].ended.wait(5) and not world.loader.num_busy
+
+
+def test_what_was_lost_since_it_was_ready_is_not_switched_to(world: World) -> None:
+    """A rank of it died. The node serves on."""
+    world.loader.load(ROUTER, PrepareWeights(1, TUNED, "a"))
+    world.loaded()
+    world.boots[0].lost = "rank 1 died"
+    assert not world.loader.switch(ROUTER, SwitchWeights(2, 1, 0.0)) and world.boots[0].ended.is_set()
+    assert world.answers() == [WeightsManaged(2, "what node p0 had ready is lost: rank 1 died; load it again")]
+    world.loader.load(ROUTER, PrepareWeights(3, TUNED, "a"))
+    assert world.loaded()[0].prepared == WeightsVersion("tuned", 1, "d-a")
+
+
+@pytest.mark.parametrize("source", ["/a\tb", "/" + 2000 * "b"])
+def test_a_source_that_no_card_can_name_is_not_loaded(world: World, source: str) -> None:
+    world.loader.load(ROUTER, PrepareWeights(1, TUNED, source))
+    (refused,) = world.answers()
+    assert "printable characters" in refused.error and not world.boots
+
+
+def test_who_asks_while_it_is_dropped_is_told_to_ask_again(world: World) -> None:
+    world.loader.load(ROUTER, PrepareWeights(1, TUNED, "a"))
+    world.loader.drop(ROUTER, DropWeights(2))
+    world.loader.load(ROUTER, PrepareWeights(3, TUNED, "a"))
+    _, refused = world.answers()
+    assert "is about to drop these weights" in refused.error
+    assert world.loaded() == [WeightsManaged(1, "they were dropped meanwhile")]
