@@ -119,6 +119,8 @@ class NodeCard:
     weights_source: str = ""
     # What it served before; None: these are its first.
     weights_former: FormerWeights | None = None
+    # It has given the memory of weights and KV back, and takes no work before it wakes.
+    sleeping: bool = False
 
     @property
     def models(self) -> tuple[str, ...]:

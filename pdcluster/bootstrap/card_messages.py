@@ -42,7 +42,7 @@ def card_to_proto(card: NodeCard) -> pb.NodeCard:
         model_aliases=card.model_aliases, version=card.version,
         capabilities=capabilities_to_proto(card.capabilities), adapters=adapters_to_proto(card.adapters),
         link_key=card.link_key,
-        weights=_weights_to_proto(card),
+        weights=_weights_to_proto(card), sleeping=card.sleeping,
     )  # fmt: skip
 
 
@@ -68,6 +68,7 @@ def card_from_proto(card: pb.NodeCard) -> NodeCard:
         adapters=adapters_from_proto(card.adapters), link_key=card.link_key,
         weights_label=weights.label, weights_epoch=weights.epoch, weights_share=weights.share,
         weights_source=weights.source, weights_former=_former_from_proto(weights),
+        sleeping=card.sleeping,
     )  # fmt: skip
 
 

@@ -70,15 +70,22 @@ def is_settled(file: Path) -> bool:
     return ROOT in found.parents or BLOB.search(str(found)) is not None
 
 
+def copy_file(source: int, target: int) -> int:
+    """Copy the whole file behind a descriptor, by the kernel. Returns its size. Raises OSError."""
+    size = os.fstat(source).st_size
+    copied, more = 0, 1
+    while more and copied < size:
+        more = os.sendfile(target, source, copied, min(PIECE_BYTES, size - copied))
+        copied += more
+    return copied
+
+
 def _copy(file: Path, target: int) -> None:
-    """Copy the whole file, by the kernel."""
+    """The same for a file that must not change meanwhile."""
     try:
         with file.open("rb") as source:
             size = os.fstat(source.fileno()).st_size
-            copied, more = 0, 1
-            while more and copied < size:
-                more = os.sendfile(target, source.fileno(), copied, min(PIECE_BYTES, size - copied))
-                copied += more
+            copied = copy_file(source.fileno(), target)
             if copied < size or os.fstat(source.fileno()).st_size != size:
                 raise ModelError(f"{file} changed while it was read; load it again when it is whole")
     except OSError as error:

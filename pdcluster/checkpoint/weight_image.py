@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pdcluster.checkpoint.held_files import copy_file
 from pdcluster.checkpoint.inspection import OBSOLETE, check_stored_type
 from pdcluster.core.errors import ModelError
 from pdcluster.core.weights import KIND_BYTES, WeightTensor
@@ -91,6 +93,36 @@ class WeightImage:
             self._maps.clear()  # unmapped with the last view
             while self.fds:
                 os.close(self.fds.pop())
+
+
+class StoredImage:
+    """An image's files on disk, without names, so that its memory can be given back. The kernel frees them with the
+    last mapping after `close`.
+    """
+
+    def __init__(self, image: WeightImage, directory: Path) -> None:
+        """Raises ModelError where the disk has no room."""
+        self._digests, self._files = image.digests, []
+        try:
+            for fd in image.fds:
+                self._files.append(tempfile.TemporaryFile(dir=directory))  # noqa: SIM115 -- `close` closes them
+                copy_file(fd, self._files[-1].fileno())
+        except OSError as error:
+            self.close()
+            raise ModelError(
+                f"weights of {image.nbytes} bytes cannot be kept in {directory}: {error.strerror}"
+            ) from error
+
+    def open(self) -> WeightImage:
+        """The image again, mapped from the disk."""
+        image = open_image([Path(f"/proc/{os.getpid()}/fd/{file.fileno()}") for file in self._files])
+        image.digests = self._digests
+        return image
+
+    def close(self) -> None:
+        """No more can be opened; what is mapped stays. Idempotent."""
+        while self._files:
+            self._files.pop().close()
 
 
 def new_image(tensors: Sequence[WeightTensor]) -> WeightImage:

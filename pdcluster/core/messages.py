@@ -286,6 +286,15 @@ class SwitchWeights(NodeMessage, frozen=True, array_like=True):
     share: Percent = 100.0
 
 
+class SleepNode(NodeMessage, frozen=True, array_like=True):
+    """Give the memory of weights and KV back to the system, as a new boot of the node that takes no work. What runs
+    ends as for SwitchWeights. The node wakes as by a load: PrepareWeights, of the same version or another one, and
+    SwitchWeights. Answered where it is not done, or where the node sleeps already."""
+
+    number: BigCount
+    finish_s: Seconds
+
+
 class DropWeights(NodeMessage, frozen=True, array_like=True):
     """Forget prepared weights, and free their memory. Idempotent."""
 
@@ -671,15 +680,15 @@ class WeightsDeclined(NodeMessage, frozen=True, array_like=True):
 
 AnyMessage = (
     Hello | Ping | Prefill | Reserve | Deliver | Cancel | Release | Manage | ManageAdapter
-    | PrepareWeights | ReceiveWeights | CommitWeights | SwitchWeights | DropWeights | ShareWeights | AskCache
-    | FetchFile
+    | PrepareWeights | ReceiveWeights | CommitWeights | SwitchWeights | SleepNode | DropWeights | ShareWeights
+    | AskCache | FetchFile
     | Welcome | Scheduled | Computed | Reserved | Refused | Tokens | Delivered | Finished | Embedded | Failed | Load
     | CacheDelta | Managed | AdapterManaged | WeightsManaged | FileChunk
     | Commit | CommitAck | Abort | AbortAck | Fetch | Declined
     | FetchWeights | WeightsOffer | TakeWeights | WeightsWritten | WeightsDeclined
 )  # fmt: skip
 
-WeightsOrder = PrepareWeights | ReceiveWeights | CommitWeights | SwitchWeights | DropWeights | ShareWeights
+WeightsOrder = PrepareWeights | ReceiveWeights | CommitWeights | SwitchWeights | SleepNode | DropWeights | ShareWeights
 
 # In one frame.
 MAX_MESSAGES = 1024

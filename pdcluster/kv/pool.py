@@ -63,10 +63,12 @@ class KVPool:
             self.tensor[target].copy_(self.tensor[source])
 
     def close(self) -> None:
-        """Release the descriptor. The mapping ends with its last view, so no reader gets a dangling address.
-        Idempotent.
+        """Give the memory back and release the descriptor. The mapping ends with its last view, so no reader gets a
+        dangling address: it reads zeros, also where another process has mapped the pool. Idempotent.
         """
         if self.fd is not None:
+            if self._mapping is not None:
+                self._mapping.madvise(mmap.MADV_REMOVE)
             os.close(self.fd)
             self.fd = None
         self.tensor = torch.empty(0)

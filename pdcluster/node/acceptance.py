@@ -33,7 +33,7 @@ class Acceptance:
     def takes(self, router: Peer, work: Work, leg: RefusedLeg, *, is_stuck: bool, is_pooled: bool = False) -> bool:
         """Whether the node takes work now, of this kind and for this model. is_pooled: an embedding is wanted."""
         if is_stuck or self._standing.refuses_work:
-            state = "stuck" if is_stuck else "draining"
+            state = "stuck" if is_stuck else "asleep" if self._standing.is_sleeping else "draining"
             self._outbox.message(
                 router, Refused(work.request, work.attempt, leg, f"node {self._node} is {state}", RETRY_S)
             )

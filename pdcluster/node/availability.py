@@ -27,25 +27,29 @@ class NodeAvailability:
 
     is_draining: on the way out; no message takes that back.
     is_switching: on the way to other weights; a switch that fails takes it back.
+    is_sleeping: without an engine; no message takes that back, only the next boot.
     has_moved: its work was moved since it was cordoned, so what still comes is refused.
     """
 
-    def __init__(self, role: Role, cluster: CardPublisher, *, is_cordoned: bool = False) -> None:
+    def __init__(
+        self, role: Role, cluster: CardPublisher, *, is_cordoned: bool = False, is_sleeping: bool = False
+    ) -> None:
         self.role = role
         self.is_cordoned = is_cordoned
         self.is_switching = False
+        self.is_sleeping = is_sleeping
         self.is_draining = False
         self.has_moved = False
         self._cluster = cluster
 
     @property
     def takes_work(self) -> bool:
-        return not (self.is_cordoned or self.is_draining or self.is_switching)
+        return not (self.is_cordoned or self.is_draining or self.is_switching or self.is_sleeping)
 
     @property
     def refuses_work(self) -> bool:
         """Whether work that a router sent before it knew better is refused. A cordon alone does not refuse it."""
-        return self.is_draining or self.is_switching or self.has_moved
+        return self.is_draining or self.is_switching or self.is_sleeping or self.has_moved
 
     def apply(self, message: Manage) -> Managed:
         """Apply a change and answer with the new state. Idempotent."""

@@ -37,6 +37,7 @@ from pdcluster.core.messages import (
     Reserve,
     Role,
     ShareWeights,
+    SleepNode,
     SwitchWeights,
     WeightsManaged,
     Welcome,
@@ -331,12 +332,13 @@ class NodeControl:
         self._has_moved, self._leave_by = True, now + MOVE_S
         logger.warning("the time to end is over: %d requests move to other nodes", self._move_work())
 
-    def _switch_weights(self, router: Peer, message: SwitchWeights) -> None:
-        """Take no new work, and end what runs."""
+    def _end_boot(self, router: Peer, message: SwitchWeights | SleepNode) -> None:
+        """Take no new work, and end what runs, for other weights or for sleep."""
+        loader = self._loader
         if self._links.standing.is_draining:
             reason = f"node {self._links.me.node} stops"
-            self._links.outbox.message(router, WeightsManaged(message.number, reason, self._loader.prepared))
-        elif self._loader.switch(router, message):
+            self._links.outbox.message(router, WeightsManaged(message.number, reason, loader.prepared))
+        elif loader.sleep(router, message) if isinstance(message, SleepNode) else loader.switch(router, message):
             self._leave_by, self._has_moved = self._clock() + message.finish_s, False
             self._links.standing.set_switching(True)
 
@@ -351,7 +353,7 @@ class NodeControl:
             self.turn()
         if standing.is_draining or self._loader.prepared is None:
             return False
-        self._switch_weights(self._links.me, SwitchWeights(0, order.version.epoch, 0.0, share))
+        self._end_boot(self._links.me, SwitchWeights(0, order.version.epoch, 0.0, share))
         return self._loader.is_switching
 
     def _stay(self, reason: str) -> None:
@@ -419,8 +421,8 @@ class NodeControl:
             self._loader.receive(router, message)
         elif isinstance(message, CommitWeights):
             self._loader.commit(router, message)
-        elif isinstance(message, SwitchWeights):
-            self._switch_weights(router, message)
+        elif isinstance(message, SwitchWeights | SleepNode):
+            self._end_boot(router, message)
         elif isinstance(message, DropWeights):
             self._loader.drop(router, message)
         elif isinstance(message, ShareWeights):

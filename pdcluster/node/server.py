@@ -1,8 +1,8 @@
 """The node process, whatever its engine: health port, model files, links, registration. Runs the loop until SIGTERM or
 SIGINT, then drains.
 
-A process is one boot of its node after the other: each load of other weights ends one and begins the next, with an
-incarnation, an engine and links of its own. To the cluster that is a restart.
+A process is one boot of its node after the other: each load of other weights, and sleep, ends one and begins the next,
+with an incarnation, an engine and links of its own. To the cluster that is a restart.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class NodeProcess:
 
     names: of the model in the API, the first one first.
     role, is_cordoned: as operators left them at the boot before.
+    num_boots: that were before this one.
     stack, engine_stack: closed at the end of the boot, the engine's last.
     end_stack: closed at the end of the process, after the last boot.
     """
@@ -72,6 +73,7 @@ class NodeProcess:
     engine_stack: ExitStack
     end_stack: ExitStack
     is_cordoned: bool = False
+    num_boots: int = 0
     # Of the weights that the boot serves: their share of requests, where they come from, and what was served before.
     weights_share: float = 100.0
     weights_source: str = ""
@@ -84,6 +86,7 @@ class OpenedEngine:
 
     prepare: loads other weights beside these, on a thread; None: the engine cannot while it runs.
     intake: how it takes weights from other processes' memory; None: it does not.
+    fall_asleep: makes the boot without an engine; None: there is none, or this is it.
     """
 
     links: NodeLinks
@@ -91,6 +94,7 @@ class OpenedEngine:
     card: NodeCard
     prepare: Callable[[PrepareWeights, WeightImage | None], NextBoot] | None = None
     intake: ImageIntake | None = None
+    fall_asleep: Callable[[], NextBoot] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +146,7 @@ def _serve_boot(
 ) -> tuple[NodeProcess, NextBoot | None]:
     """Serve as one boot. Returns the process as operators left it, and the boot that follows; None: it was stopped."""
     config, health, is_first = process.config, process.health, process.health.identity == {}
+    health.stage = health.stage or "going over to another boot"
     with ExitStack() as engine_stack, ExitStack() as stack:
         engine_stack.callback(boot.ended.set)
         if boot.image is not None:
@@ -153,7 +158,10 @@ def _serve_boot(
         links.acceptance.embeds = card.capabilities.embeds
         links.acceptance.block_tokens = card.hash_block_tokens
         serving = card.weights_version, boot.image
-        loader = WeightsLoader(card.peer, links.outbox, opened.prepare, opened.intake, serving)
+        loader = WeightsLoader(
+            card.peer, links.outbox, opened.prepare, opened.intake, serving, fall_asleep=opened.fall_asleep,
+            is_asleep=card.sleeping,
+        )  # fmt: skip
         control = NodeControl(
             links,
             opened.side,
@@ -184,11 +192,14 @@ def _serve_boot(
     assert following is None or isinstance(following, NextBoot)
     if following is not None and newer is not None:
         following = replace(following, source=newer.source)
-    share = process.weights_share if following is None else loader.share
-    left = replace(process, role=standing.role, is_cordoned=standing.is_cordoned, weights_share=share)
+    left = replace(process, role=standing.role, is_cordoned=standing.is_cordoned, num_boots=process.num_boots + 1)
     if following is not None:
-        former = FormerWeights(card.weights_label, card.weights, card.weights_source)
-        left = replace(left, weights_source=following.source, weights_former=former)
+        left = replace(left, weights_source=following.source)
+        if loader.share is not None:
+            left = replace(left, weights_share=loader.share)
+        if following.version.epoch != card.weights_epoch:
+            former = FormerWeights(card.weights_label, card.weights, card.weights_source)
+            left = replace(left, weights_former=former)
     return left, following
 
 
@@ -199,9 +210,9 @@ def _register(process: NodeProcess, card: NodeCard, health_address: str | None) 
     else:
         process.agent.start(card, registered=lambda: _announce_ready(process.config, card, health_address))
     logger.info(
-        "node %s (%s) serves %s, weights %s, at %s over %s",
-        card.node, card.role, card.model, card.weights_version, card.address,
-        ", ".join(card.backends) or "no transfer",
+        "node %s (%s) %s %s, weights %s, at %s over %s",
+        card.node, card.role, "sleeps, with" if card.sleeping else "serves", card.model, card.weights_version,
+        card.address, ", ".join(card.backends) or "no transfer",
     )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
 """Other weights for a node that serves: they are made ready beside it, on a thread, and taken over by its next boot.
+Sleep is a next boot, too: one without weights.
 
 A node switches wholly or not at all. What fails leaves the weights that serve as they are. Owned by the node loop's
 thread; `turn` takes in what the loading thread did.
@@ -15,13 +16,14 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from pdcluster.checkpoint.weight_image import WeightImage
-from pdcluster.core.errors import BadRequest, PdclusterError
+from pdcluster.core.errors import BadRequest, ModelError, PdclusterError
 from pdcluster.core.lifecycle import Table
 from pdcluster.core.messages import (
     CommitWeights,
     DropWeights,
     PrepareWeights,
     ReceiveWeights,
+    SleepNode,
     SwitchWeights,
     WeightsManaged,
     WeightsTarget,
@@ -67,6 +69,8 @@ class PreparedBoot(Protocol):
 
 # Takes over the image, if it is given one: the weights are in it.
 Prepare = Callable[[PrepareWeights, WeightImage | None], PreparedBoot]
+# Raises PdclusterError where the node cannot sleep.
+FallAsleep = Callable[[], PreparedBoot]
 
 
 class LoaderState(Enum):
@@ -87,6 +91,7 @@ LOADER: Table[LoaderState] = Table(
         (L.PREPARING, "failed"): L.IDLE,
         (L.PREPARED, "switch"): L.SWITCHING,
         (L.PREPARED, "drop"): L.IDLE,
+        (L.IDLE, "sleep"): L.SWITCHING,
         (L.SWITCHING, "stay"): L.PREPARED,
     }
 )
@@ -97,6 +102,8 @@ class WeightsLoader:
     prepare: called on the thread; None: the node's engine loads no other weights while it runs.
     intake: None: it takes none from other processes' memory.
     serving: the version of this boot, and its bytes where others may have them.
+    fall_asleep: makes the boot without weights; None: the engine cannot give its memory back while the process runs.
+    is_asleep: this boot is one.
     """
 
     def __init__(
@@ -106,8 +113,12 @@ class WeightsLoader:
         prepare: Prepare | None,
         intake: ImageIntake | None = None,
         serving: tuple[WeightsVersion, WeightImage | None] = (WeightsVersion(), None),
+        *,
+        fall_asleep: FallAsleep | None = None,
+        is_asleep: bool = False,
     ) -> None:
         self._node, self._outbox, self._prepare = me.node, outbox, prepare
+        self._fall_asleep, self._is_asleep = fall_asleep, is_asleep
         self.exchange = WeightsExchange(me, outbox, self._post, intake, serving)
         # What threads have for the loop's thread to do.
         self._posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -128,7 +139,7 @@ class WeightsLoader:
         # Held while the descriptor is written or closed: the number may be another one's afterwards.
         self._closing, self._is_closed = threading.Lock(), False
         # Who asked for the switch.
-        self._switch: tuple[Peer, SwitchWeights] | None = None
+        self._switch: tuple[Peer, SwitchWeights | SleepNode] | None = None
 
     @property
     def is_switching(self) -> bool:
@@ -143,10 +154,10 @@ class WeightsLoader:
         return None if self._prepared is None else self._prepared.version
 
     @property
-    def share(self) -> float:
-        """What the switch says of the weights' share."""
+    def share(self) -> float | None:
+        """What the switch says of the weights' share; None: it stays as it is."""
         assert self._switch is not None  # one is under way
-        return self._switch[1].share
+        return self._switch[1].share if isinstance(self._switch[1], SwitchWeights) else None
 
     def catch_up(self, me: Peer, message: PrepareWeights) -> None:
         """Begin to load for this node itself."""
@@ -257,6 +268,7 @@ class WeightsLoader:
             self._answer(router, message.number, f"node {self._node} is about to serve them; load others afterwards")
             return
         if self._state is L.PREPARED:
+            logger.info("the weights %s are dropped", self.prepared)
             self._state = LOADER[self._state, "drop"]
             self._free()
         self._is_dropped = True
@@ -287,11 +299,45 @@ class WeightsLoader:
         logger.info("switching to the weights %s", self._prepared.version)
         return True
 
+    def sleep(self, router: Peer, message: SleepNode) -> bool:
+        """Whether the node is to end what it has now, and sleep. The router is answered where it is not. What was ready
+        is dropped: its memory goes, too.
+        """
+        is_repeated = self._switch is not None and isinstance(self._switch[1], SleepNode)
+        if self._is_asleep or is_repeated:
+            if self._is_asleep:
+                self._answer(router, message.number)
+            return False
+        if self._state in (L.PREPARING, L.SWITCHING):
+            self._answer(router, message.number, self._in_hand())
+            return False
+        try:
+            boot = self._boot_asleep()
+        except PdclusterError as error:
+            self._answer(router, message.number, str(error))
+            return False
+        if self._state is L.PREPARED:
+            self._state = LOADER[self._state, "drop"]
+            self._free()
+        self._state, self._prepared, self._switch = LOADER[self._state, "sleep"], boot, (router, message)
+        logger.info("about to sleep")
+        return True
+
+    def _boot_asleep(self) -> PreparedBoot:
+        if self._fall_asleep is None:
+            raise ModelError(
+                f"the engine of node {self._node} gives no memory back while its process runs; stop the node instead"
+            )
+        return self._fall_asleep()
+
     def stay(self, reason: str) -> None:
         """The switch is off: the old weights serve on."""
         assert self._switch is not None  # one is under way
         router, message = self._switch
         self._state, self._switch = LOADER[self._state, "stay"], None
+        if isinstance(message, SleepNode):
+            self._state = LOADER[self._state, "drop"]
+            self._free()
         logger.warning("the weights stay as they are: %s", reason)
         self._answer(router, message.number, reason)
 
@@ -349,7 +395,6 @@ class WeightsLoader:
         prepared, self._prepared, self._wanted = self._prepared, None, None
         self.exchange.prepared = None
         if prepared is not None:
-            logger.info("the weights %s are dropped", prepared.version)
             prepared.close()
 
     def _answer(self, router: Peer, number: int, error: str = "") -> None:
@@ -372,7 +417,9 @@ class WeightsLoader:
             return self.exchange.receive(
                 writer, receives.tensors, lambda receiver: self._post(lambda: self._opened(receiver.target))
             )
-        return None if holder_of(message.source) is None else self.exchange.fetch(message)
+        holder = holder_of(message.source)
+        has_itself = self._is_asleep and holder == self._node
+        return None if holder is None or has_itself else self.exchange.fetch(message)
 
     def _run(self, message: PrepareWeights, receives: ReceiveWeights | None) -> None:
         """On the thread."""

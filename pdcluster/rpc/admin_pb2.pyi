@@ -133,18 +133,20 @@ class CommitPushReply(_message.Message):
     def __init__(self, digest: _Optional[str] = ...) -> None: ...
 
 class LoadWeightsRequest(_message.Message):
-    __slots__ = ("source", "label", "max_unavailable", "canary_percent", "finish_s")
+    __slots__ = ("source", "label", "max_unavailable", "canary_percent", "finish_s", "releases_first")
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
     MAX_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
     CANARY_PERCENT_FIELD_NUMBER: _ClassVar[int]
     FINISH_S_FIELD_NUMBER: _ClassVar[int]
+    RELEASES_FIRST_FIELD_NUMBER: _ClassVar[int]
     source: str
     label: str
     max_unavailable: int
     canary_percent: float
     finish_s: float
-    def __init__(self, source: _Optional[str] = ..., label: _Optional[str] = ..., max_unavailable: _Optional[int] = ..., canary_percent: _Optional[float] = ..., finish_s: _Optional[float] = ...) -> None: ...
+    releases_first: bool
+    def __init__(self, source: _Optional[str] = ..., label: _Optional[str] = ..., max_unavailable: _Optional[int] = ..., canary_percent: _Optional[float] = ..., finish_s: _Optional[float] = ..., releases_first: _Optional[bool] = ...) -> None: ...
 
 class PauseRequest(_message.Message):
     __slots__ = ("mode", "max_pause_s")
@@ -179,6 +181,32 @@ class GetPauseReply(_message.Message):
     IS_PAUSED_FIELD_NUMBER: _ClassVar[int]
     is_paused: bool
     def __init__(self, is_paused: _Optional[bool] = ...) -> None: ...
+
+class SleepRequest(_message.Message):
+    __slots__ = ("mode", "max_pause_s", "finish_s")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    MAX_PAUSE_S_FIELD_NUMBER: _ClassVar[int]
+    FINISH_S_FIELD_NUMBER: _ClassVar[int]
+    mode: str
+    max_pause_s: float
+    finish_s: float
+    def __init__(self, mode: _Optional[str] = ..., max_pause_s: _Optional[float] = ..., finish_s: _Optional[float] = ...) -> None: ...
+
+class SleepReply(_message.Message):
+    __slots__ = ("nodes",)
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, nodes: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class WakeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WakeReply(_message.Message):
+    __slots__ = ("nodes",)
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, nodes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class UndoWeightsRequest(_message.Message):
     __slots__ = ("finish_s",)

@@ -104,6 +104,16 @@ class AdminStub:
                 request_serializer=pdcluster_dot_rpc_dot_admin__pb2.GetPauseRequest.SerializeToString,
                 response_deserializer=pdcluster_dot_rpc_dot_admin__pb2.GetPauseReply.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/pdcluster.v1.Admin/Sleep',
+                request_serializer=pdcluster_dot_rpc_dot_admin__pb2.SleepRequest.SerializeToString,
+                response_deserializer=pdcluster_dot_rpc_dot_admin__pb2.SleepReply.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/pdcluster.v1.Admin/Wake',
+                request_serializer=pdcluster_dot_rpc_dot_admin__pb2.WakeRequest.SerializeToString,
+                response_deserializer=pdcluster_dot_rpc_dot_admin__pb2.WakeReply.FromString,
+                _registered_method=True)
         self.ListRequests = channel.unary_unary(
                 '/pdcluster.v1.Admin/ListRequests',
                 request_serializer=pdcluster_dot_rpc_dot_admin__pb2.ListRequestsRequest.SerializeToString,
@@ -245,6 +255,20 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Pause, and have all nodes give the memory of weights and KV back. Answered once they sleep. Loading weights wakes a node, too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Have all nodes that sleep serve the weights that they had, and end the pause.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListRequests(self, request, context):
         """The requests of this router that are not answered yet, oldest first.
         """
@@ -373,6 +397,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetPause,
                     request_deserializer=pdcluster_dot_rpc_dot_admin__pb2.GetPauseRequest.FromString,
                     response_serializer=pdcluster_dot_rpc_dot_admin__pb2.GetPauseReply.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=pdcluster_dot_rpc_dot_admin__pb2.SleepRequest.FromString,
+                    response_serializer=pdcluster_dot_rpc_dot_admin__pb2.SleepReply.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=pdcluster_dot_rpc_dot_admin__pb2.WakeRequest.FromString,
+                    response_serializer=pdcluster_dot_rpc_dot_admin__pb2.WakeReply.SerializeToString,
             ),
             'ListRequests': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRequests,
@@ -793,6 +827,60 @@ class Admin:
             '/pdcluster.v1.Admin/GetPause',
             pdcluster_dot_rpc_dot_admin__pb2.GetPauseRequest.SerializeToString,
             pdcluster_dot_rpc_dot_admin__pb2.GetPauseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdcluster.v1.Admin/Sleep',
+            pdcluster_dot_rpc_dot_admin__pb2.SleepRequest.SerializeToString,
+            pdcluster_dot_rpc_dot_admin__pb2.SleepReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdcluster.v1.Admin/Wake',
+            pdcluster_dot_rpc_dot_admin__pb2.WakeRequest.SerializeToString,
+            pdcluster_dot_rpc_dot_admin__pb2.WakeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpdcluster/rpc/bootstrap.proto\x12\x0cpdcluster.v1\"j\n\x08KVLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x13\n\x0bpage_tokens\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"\xbd\x01\n\x0b\x46ingerprint\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12\x10\n\x08protocol\x18\x03 \x01(\r\x12\x19\n\x11hash_block_tokens\x18\x04 \x01(\r\x12&\n\x06layout\x18\x05 \x01(\x0b\x32\x16.pdcluster.v1.KVLayout\x12\x12\n\narithmetic\x18\x06 \x01(\t\x12\x15\n\rweight_groups\x18\x07 \x01(\x0c\x12\x0e\n\x06\x65ngine\x18\x08 \x01(\t\"\xa6\x01\n\x0c\x43\x61pabilities\x12\r\n\x05pulls\x18\x01 \x01(\x08\x12\x0f\n\x07parks_s\x18\x02 \x01(\x01\x12\x0f\n\x07\x64igests\x18\x03 \x01(\x08\x12\x16\n\x0ekeyed_sampling\x18\x04 \x01(\x08\x12\x16\n\x0e\x65stimated_cost\x18\x05 \x01(\x08\x12\x13\n\x0b\x66irst_token\x18\x06 \x01(\t\x12\x0e\n\x06\x65mbeds\x18\x07 \x01(\x08\x12\x10\n\x08\x61\x64\x61pters\x18\x08 \x01(\r\"\'\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"\x88\x01\n\x0cWeightsState\x12\r\n\x05label\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05share\x18\x03 \x01(\x01\x12\x0e\n\x06source\x18\x04 \x01(\t\x12+\n\x06\x66ormer\x18\x05 \x01(\x0b\x32\x1b.pdcluster.v1.FormerWeights\x12\x0e\n\x06\x64igest\x18\x06 \x01(\t\">\n\rFormerWeights\x12\r\n\x05label\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\"\xac\x04\n\x08NodeCard\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12 \n\x04role\x18\x03 \x01(\x0e\x32\x12.pdcluster.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12.\n\x0b\x66ingerprint\x18\x06 \x01(\x0b\x32\x19.pdcluster.v1.Fingerprint\x12\x1a\n\x12\x66ingerprint_digest\x18\x07 \x01(\t\x12\x0f\n\x07max_len\x18\x08 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x11\n\tnum_pages\x18\n \x01(\r\x12\x0f\n\x07\x65os_ids\x18\x0b \x03(\r\x12\x16\n\x0etokenizer_hash\x18\x0c \x01(\t\x12\x10\n\x08\x62\x61\x63kends\x18\r \x03(\t\x12\x0e\n\x06\x64\x65vice\x18\x0e \x01(\t\x12\x10\n\x08\x64raining\x18\x0f \x01(\x08\x12\x10\n\x03pid\x18\x10 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rmodel_aliases\x18\x11 \x03(\t\x12\x0f\n\x07version\x18\x12 \x01(\t\x12\x30\n\x0c\x63\x61pabilities\x18\x13 \x01(\x0b\x32\x1a.pdcluster.v1.Capabilities\x12\'\n\x08\x61\x64\x61pters\x18\x14 \x03(\x0b\x32\x15.pdcluster.v1.Adapter\x12\x10\n\x08link_key\x18\x15 \x01(\t\x12+\n\x07weights\x18\x16 \x01(\x0b\x32\x1a.pdcluster.v1.WeightsStateB\x06\n\x04_pid\"F\n\x0fRegisterRequest\x12$\n\x04\x63\x61rd\x18\x01 \x01(\x0b\x32\x16.pdcluster.v1.NodeCard\x12\r\n\x05\x61gain\x18\x02 \x01(\x08\" \n\rRegisterReply\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\"\xc0\x01\n\x10KeepAliveRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12 \n\x04role\x18\x03 \x01(\x0e\x32\x12.pdcluster.v1.Role\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\'\n\x08\x61\x64\x61pters\x18\x05 \x03(\x0b\x32\x15.pdcluster.v1.Adapter\x12\x1a\n\rweights_share\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_weights_share\"0\n\x0eKeepAliveReply\x12\r\n\x05known\x18\x01 \x01(\x08\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\"\x0e\n\x0cWatchRequest\"b\n\x08Snapshot\x12\x0c\n\x04\x62oot\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x10\n\x08settling\x18\x03 \x01(\x08\x12%\n\x05nodes\x18\x04 \x03(\x0b\x32\x16.pdcluster.v1.NodeCard\"1\n\x0cLeaveRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x0c\n\nLeaveReply\"]\n\nRoleDemand\x12 \n\x04role\x18\x01 \x01(\x0e\x32\x12.pdcluster.v1.Role\x12\x16\n\x0eprompt_seconds\x18\x02 \x01(\x01\x12\x15\n\routput_tokens\x18\x03 \x01(\x01\"{\n\x0cRouterDemand\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\'\n\x05roles\x18\x03 \x03(\x0b\x32\x18.pdcluster.v1.RoleDemand\x12\x14\n\x0cheld_seconds\x18\x04 \x01(\x01\x12\x0c\n\x04held\x18\x05 \x01(\r\"@\n\x12ShareDemandRequest\x12*\n\x06\x64\x65mand\x18\x01 \x01(\x0b\x32\x1a.pdcluster.v1.RouterDemand\">\n\x10ShareDemandReply\x12*\n\x06others\x18\x01 \x03(\x0b\x32\x1a.pdcluster.v1.RouterDemand*O\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\x0e\n\nROLE_MIXED\x10\x03\x32\xed\x02\n\tBootstrap\x12\x46\n\x08Register\x12\x1d.pdcluster.v1.RegisterRequest\x1a\x1b.pdcluster.v1.RegisterReply\x12I\n\tKeepAlive\x12\x1e.pdcluster.v1.KeepAliveRequest\x1a\x1c.pdcluster.v1.KeepAliveReply\x12=\n\x05Watch\x12\x1a.pdcluster.v1.WatchRequest\x1a\x16.pdcluster.v1.Snapshot0\x01\x12=\n\x05Leave\x12\x1a.pdcluster.v1.LeaveRequest\x1a\x18.pdcluster.v1.LeaveReply\x12O\n\x0bShareDemand\x12 .pdcluster.v1.ShareDemandRequest\x1a\x1e.pdcluster.v1.ShareDemandReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpdcluster/rpc/bootstrap.proto\x12\x0cpdcluster.v1\"j\n\x08KVLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x13\n\x0bpage_tokens\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"\xbd\x01\n\x0b\x46ingerprint\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12\x10\n\x08protocol\x18\x03 \x01(\r\x12\x19\n\x11hash_block_tokens\x18\x04 \x01(\r\x12&\n\x06layout\x18\x05 \x01(\x0b\x32\x16.pdcluster.v1.KVLayout\x12\x12\n\narithmetic\x18\x06 \x01(\t\x12\x15\n\rweight_groups\x18\x07 \x01(\x0c\x12\x0e\n\x06\x65ngine\x18\x08 \x01(\t\"\xa6\x01\n\x0c\x43\x61pabilities\x12\r\n\x05pulls\x18\x01 \x01(\x08\x12\x0f\n\x07parks_s\x18\x02 \x01(\x01\x12\x0f\n\x07\x64igests\x18\x03 \x01(\x08\x12\x16\n\x0ekeyed_sampling\x18\x04 \x01(\x08\x12\x16\n\x0e\x65stimated_cost\x18\x05 \x01(\x08\x12\x13\n\x0b\x66irst_token\x18\x06 \x01(\t\x12\x0e\n\x06\x65mbeds\x18\x07 \x01(\x08\x12\x10\n\x08\x61\x64\x61pters\x18\x08 \x01(\r\"\'\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"\x88\x01\n\x0cWeightsState\x12\r\n\x05label\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05share\x18\x03 \x01(\x01\x12\x0e\n\x06source\x18\x04 \x01(\t\x12+\n\x06\x66ormer\x18\x05 \x01(\x0b\x32\x1b.pdcluster.v1.FormerWeights\x12\x0e\n\x06\x64igest\x18\x06 \x01(\t\">\n\rFormerWeights\x12\r\n\x05label\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\"\xbe\x04\n\x08NodeCard\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12 \n\x04role\x18\x03 \x01(\x0e\x32\x12.pdcluster.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12.\n\x0b\x66ingerprint\x18\x06 \x01(\x0b\x32\x19.pdcluster.v1.Fingerprint\x12\x1a\n\x12\x66ingerprint_digest\x18\x07 \x01(\t\x12\x0f\n\x07max_len\x18\x08 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x11\n\tnum_pages\x18\n \x01(\r\x12\x0f\n\x07\x65os_ids\x18\x0b \x03(\r\x12\x16\n\x0etokenizer_hash\x18\x0c \x01(\t\x12\x10\n\x08\x62\x61\x63kends\x18\r \x03(\t\x12\x0e\n\x06\x64\x65vice\x18\x0e \x01(\t\x12\x10\n\x08\x64raining\x18\x0f \x01(\x08\x12\x10\n\x03pid\x18\x10 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rmodel_aliases\x18\x11 \x03(\t\x12\x0f\n\x07version\x18\x12 \x01(\t\x12\x30\n\x0c\x63\x61pabilities\x18\x13 \x01(\x0b\x32\x1a.pdcluster.v1.Capabilities\x12\'\n\x08\x61\x64\x61pters\x18\x14 \x03(\x0b\x32\x15.pdcluster.v1.Adapter\x12\x10\n\x08link_key\x18\x15 \x01(\t\x12+\n\x07weights\x18\x16 \x01(\x0b\x32\x1a.pdcluster.v1.WeightsState\x12\x10\n\x08sleeping\x18\x17 \x01(\x08\x42\x06\n\x04_pid\"F\n\x0fRegisterRequest\x12$\n\x04\x63\x61rd\x18\x01 \x01(\x0b\x32\x16.pdcluster.v1.NodeCard\x12\r\n\x05\x61gain\x18\x02 \x01(\x08\" \n\rRegisterReply\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\"\xc0\x01\n\x10KeepAliveRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12 \n\x04role\x18\x03 \x01(\x0e\x32\x12.pdcluster.v1.Role\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\'\n\x08\x61\x64\x61pters\x18\x05 \x03(\x0b\x32\x15.pdcluster.v1.Adapter\x12\x1a\n\rweights_share\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_weights_share\"0\n\x0eKeepAliveReply\x12\r\n\x05known\x18\x01 \x01(\x08\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\"\x0e\n\x0cWatchRequest\"b\n\x08Snapshot\x12\x0c\n\x04\x62oot\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x10\n\x08settling\x18\x03 \x01(\x08\x12%\n\x05nodes\x18\x04 \x03(\x0b\x32\x16.pdcluster.v1.NodeCard\"1\n\x0cLeaveRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x0c\n\nLeaveReply\"]\n\nRoleDemand\x12 \n\x04role\x18\x01 \x01(\x0e\x32\x12.pdcluster.v1.Role\x12\x16\n\x0eprompt_seconds\x18\x02 \x01(\x01\x12\x15\n\routput_tokens\x18\x03 \x01(\x01\"{\n\x0cRouterDemand\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\'\n\x05roles\x18\x03 \x03(\x0b\x32\x18.pdcluster.v1.RoleDemand\x12\x14\n\x0cheld_seconds\x18\x04 \x01(\x01\x12\x0c\n\x04held\x18\x05 \x01(\r\"@\n\x12ShareDemandRequest\x12*\n\x06\x64\x65mand\x18\x01 \x01(\x0b\x32\x1a.pdcluster.v1.RouterDemand\">\n\x10ShareDemandReply\x12*\n\x06others\x18\x01 \x03(\x0b\x32\x1a.pdcluster.v1.RouterDemand*O\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\x0e\n\nROLE_MIXED\x10\x03\x32\xed\x02\n\tBootstrap\x12\x46\n\x08Register\x12\x1d.pdcluster.v1.RegisterRequest\x1a\x1b.pdcluster.v1.RegisterReply\x12I\n\tKeepAlive\x12\x1e.pdcluster.v1.KeepAliveRequest\x1a\x1c.pdcluster.v1.KeepAliveReply\x12=\n\x05Watch\x12\x1a.pdcluster.v1.WatchRequest\x1a\x16.pdcluster.v1.Snapshot0\x01\x12=\n\x05Leave\x12\x1a.pdcluster.v1.LeaveRequest\x1a\x18.pdcluster.v1.LeaveReply\x12O\n\x0bShareDemand\x12 .pdcluster.v1.ShareDemandRequest\x1a\x1e.pdcluster.v1.ShareDemandReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdcluster.rpc.bootstrap_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=2201
-  _globals['_ROLE']._serialized_end=2280
+  _globals['_ROLE']._serialized_start=2219
+  _globals['_ROLE']._serialized_end=2298
   _globals['_KVLAYOUT']._serialized_start=47
   _globals['_KVLAYOUT']._serialized_end=153
   _globals['_FINGERPRINT']._serialized_start=156
@@ -46,31 +46,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FORMERWEIGHTS']._serialized_start=696
   _globals['_FORMERWEIGHTS']._serialized_end=758
   _globals['_NODECARD']._serialized_start=761
-  _globals['_NODECARD']._serialized_end=1317
-  _globals['_REGISTERREQUEST']._serialized_start=1319
-  _globals['_REGISTERREQUEST']._serialized_end=1389
-  _globals['_REGISTERREPLY']._serialized_start=1391
-  _globals['_REGISTERREPLY']._serialized_end=1423
-  _globals['_KEEPALIVEREQUEST']._serialized_start=1426
-  _globals['_KEEPALIVEREQUEST']._serialized_end=1618
-  _globals['_KEEPALIVEREPLY']._serialized_start=1620
-  _globals['_KEEPALIVEREPLY']._serialized_end=1668
-  _globals['_WATCHREQUEST']._serialized_start=1670
-  _globals['_WATCHREQUEST']._serialized_end=1684
-  _globals['_SNAPSHOT']._serialized_start=1686
-  _globals['_SNAPSHOT']._serialized_end=1784
-  _globals['_LEAVEREQUEST']._serialized_start=1786
-  _globals['_LEAVEREQUEST']._serialized_end=1835
-  _globals['_LEAVEREPLY']._serialized_start=1837
-  _globals['_LEAVEREPLY']._serialized_end=1849
-  _globals['_ROLEDEMAND']._serialized_start=1851
-  _globals['_ROLEDEMAND']._serialized_end=1944
-  _globals['_ROUTERDEMAND']._serialized_start=1946
-  _globals['_ROUTERDEMAND']._serialized_end=2069
-  _globals['_SHAREDEMANDREQUEST']._serialized_start=2071
-  _globals['_SHAREDEMANDREQUEST']._serialized_end=2135
-  _globals['_SHAREDEMANDREPLY']._serialized_start=2137
-  _globals['_SHAREDEMANDREPLY']._serialized_end=2199
-  _globals['_BOOTSTRAP']._serialized_start=2283
-  _globals['_BOOTSTRAP']._serialized_end=2648
+  _globals['_NODECARD']._serialized_end=1335
+  _globals['_REGISTERREQUEST']._serialized_start=1337
+  _globals['_REGISTERREQUEST']._serialized_end=1407
+  _globals['_REGISTERREPLY']._serialized_start=1409
+  _globals['_REGISTERREPLY']._serialized_end=1441
+  _globals['_KEEPALIVEREQUEST']._serialized_start=1444
+  _globals['_KEEPALIVEREQUEST']._serialized_end=1636
+  _globals['_KEEPALIVEREPLY']._serialized_start=1638
+  _globals['_KEEPALIVEREPLY']._serialized_end=1686
+  _globals['_WATCHREQUEST']._serialized_start=1688
+  _globals['_WATCHREQUEST']._serialized_end=1702
+  _globals['_SNAPSHOT']._serialized_start=1704
+  _globals['_SNAPSHOT']._serialized_end=1802
+  _globals['_LEAVEREQUEST']._serialized_start=1804
+  _globals['_LEAVEREQUEST']._serialized_end=1853
+  _globals['_LEAVEREPLY']._serialized_start=1855
+  _globals['_LEAVEREPLY']._serialized_end=1867
+  _globals['_ROLEDEMAND']._serialized_start=1869
+  _globals['_ROLEDEMAND']._serialized_end=1962
+  _globals['_ROUTERDEMAND']._serialized_start=1964
+  _globals['_ROUTERDEMAND']._serialized_end=2087
+  _globals['_SHAREDEMANDREQUEST']._serialized_start=2089
+  _globals['_SHAREDEMANDREQUEST']._serialized_end=2153
+  _globals['_SHAREDEMANDREPLY']._serialized_start=2155
+  _globals['_SHAREDEMANDREPLY']._serialized_end=2217
+  _globals['_BOOTSTRAP']._serialized_start=2301
+  _globals['_BOOTSTRAP']._serialized_end=2666
 # @@protoc_insertion_point(module_scope)

@@ -513,6 +513,9 @@ def load_weights(
         typer.Option("--canary", metavar="PERCENT", help="Load one node of each role, for so many of the requests."),
     ] = None,
     finish: FinishS = 600.0,
+    release_first: Annotated[
+        bool, typer.Option("--release-first", help="Nodes give their weights' memory back before they load.")
+    ] = False,
 ) -> None:
     """Have nodes serve other weights of the model, node by node. Each loads beside what it serves, then goes over.
 
@@ -523,8 +526,9 @@ def load_weights(
 
     with _clients(reach, needs_all=False) as clients:
         steps = changing.load_weights(
-            clients, source, label, max_unavailable=max_unavailable, canary_percent=_percent(canary), finish_s=finish
-        )
+            clients, source, label, max_unavailable=max_unavailable, canary_percent=_percent(canary), finish_s=finish,
+            releases_first=release_first,
+        )  # fmt: skip
         commands.rollout(steps, output)
 
 
@@ -564,10 +568,43 @@ def pause(
     """
     from pdcluster_router.operate import changing
 
-    if mode not in changing.PAUSE_ENDS:
-        raise typer.BadParameter(f"{mode!r} is none of {', '.join(changing.PAUSE_ENDS)}", param_hint="--mode")
+    _check_mode(mode, changing.PAUSE_ENDS)
     with _clients(reach) as clients:
         print(changing.pause(clients, mode, timeout))
+
+
+def _check_mode(mode: str, allowed: Iterable[str]) -> None:
+    if mode not in allowed:
+        raise typer.BadParameter(f"{mode!r} is none of {', '.join(allowed)}", param_hint="--mode")
+
+
+@app.command()
+@flags.grouped
+def sleep(
+    reach: AdminReach = LOCAL,
+    mode: Annotated[
+        str, typer.Option("--mode", metavar="abort|wait|keep", help="What becomes of requests that run.")
+    ] = "wait",
+    timeout: Annotated[
+        float, typer.Option("--max", metavar="SECONDS", help="The pause ends by itself after so long; nodes sleep on.")
+    ] = 1800.0,
+) -> None:
+    """Pause the routers, and have all nodes give the memory of weights and KV back to the system."""
+    from pdcluster_router.operate import changing
+
+    _check_mode(mode, changing.PAUSE_ENDS)
+    with _clients(reach) as clients:
+        print(changing.sleep(clients, mode, timeout))
+
+
+@app.command()
+@flags.grouped
+def wake(reach: AdminReach = LOCAL) -> None:
+    """Have nodes that sleep serve the weights that they had, and end the pause."""
+    from pdcluster_router.operate import changing
+
+    with _clients(reach) as clients:
+        print(changing.wake(clients))
 
 
 @app.command()

@@ -110,34 +110,24 @@ def assemble(
 
     grammars: None when the engine has none.
     """
-    awake, stopwatch = AwakeClock(wiring.wire.heartbeat_s / 2, clock), StepTimer(limits.token_budget, clock)
+    stopwatch = StepTimer(limits.token_budget, clock)
     progress_s = partial(stopwatch.progress_s, num_layers=shape.pages.num_layers)
-    hub = Hub(wiring.me, listen=wiring.listen, context=wiring.context, settings=wiring.wire, clock=awake)
+    links = links_of(wiring, files, neighbours, clock)
     backends = _media_of_all_ranks(wiring, shape)
     pages = PagePool(shape.num_pages, shape.pages.page_tokens, shape.block_tokens)
-    writer, reader = _writer(wiring, shape, backends, clock), _reader(wiring, shape, backends, hub, clock)
+    writer, reader = _writer(wiring, shape, backends, clock), _reader(wiring, shape, backends, links.hub, clock)
     shared = NodeContext(
         Scheduler(pages, limits, clock),
         pages,
         writer,
         reader,
-        Outbox(),
-        EndedLegs(),
+        links.outbox,
+        links.ended,
         clock,
         LegRecorder(wiring.me.node, wiring.spans),
     )
-    standing = NodeAvailability(wiring.role, neighbours, is_cordoned=wiring.is_cordoned)
     return NodeComponents(
-        links=NodeLinks(
-            me=wiring.me,
-            standing=standing,
-            acceptance=Acceptance(wiring.me.node, standing, shared.outbox),
-            hub=hub,
-            outbox=shared.outbox,
-            ended=shared.ended,
-            files=files,
-            neighbours=neighbours,
-        ),
+        links=links,
         max_rows=limits.max_rows,
         engine=engine,
         scheduler=shared.scheduler,
@@ -153,6 +143,24 @@ def assemble(
         stopwatch=stopwatch,
         stuck=StuckWatch(progress_s, AwakeClock(wiring.wire.heartbeat_s / 2, clock)),
         grammars=GrammarQueue(grammars, shared.outbox, clock),
+    )
+
+
+def links_of(
+    wiring: Wiring,
+    files: ModelFiles,
+    neighbours: Neighbours,
+    clock: Callable[[], float],
+    *,
+    is_sleeping: bool = False,
+) -> NodeLinks:
+    """The hub is bound; nothing was sent."""
+    awake = AwakeClock(wiring.wire.heartbeat_s / 2, clock)
+    hub = Hub(wiring.me, listen=wiring.listen, context=wiring.context, settings=wiring.wire, clock=awake)
+    standing = NodeAvailability(wiring.role, neighbours, is_cordoned=wiring.is_cordoned, is_sleeping=is_sleeping)
+    outbox = Outbox()
+    return NodeLinks(
+        wiring.me, standing, Acceptance(wiring.me.node, standing, outbox), hub, outbox, EndedLegs(), files, neighbours
     )
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pdcluster.engine.engine import Engine, EngineConfig
+from pdcluster.engine.model.config import ModelConfig
+from pdcluster.kv.layout import KVLayout
 from pdcluster.node.native.components import StepEngine
 from pdcluster.node.native.tensor_parallel.channel import Media
 from pdcluster.node.native.tensor_parallel.endpoint_client import RankLink
@@ -41,6 +43,34 @@ class NodeEngine:
     region: Region
     memory: memoryview
     links: tuple[RankLink, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What stays known of an engine when it is closed.
+
+    is_asleep: it is closed.
+    """
+
+    config: ModelConfig
+    full_layout: KVLayout
+    num_pages: int
+    max_len: int
+    weights_digest: str
+    weight_groups: bytes
+    is_asleep: bool = False
+
+    @staticmethod
+    def of(engine: Engine) -> ModelFacts:
+        return ModelFacts(
+            engine.config, engine.full_layout, engine.num_pages, engine.max_len, engine.weights_digest,
+            engine.weight_groups,
+        )  # fmt: skip
+
+    @property
+    def usable_len(self) -> int:
+        """The longest request: what the model takes and the pool holds."""
+        return min(self.max_len, self.num_pages * self.full_layout.page_tokens)
 
 
 def start_engine(

@@ -14,22 +14,31 @@ from msgspec.structs import replace as replace_fields
 
 from pdcluster.bootstrap.card import NodeCard
 from pdcluster.checkpoint.hub import local_model
-from pdcluster.checkpoint.weight_image import WeightImage
+from pdcluster.checkpoint.weight_image import StoredImage, WeightImage
 from pdcluster.core.errors import ConfigError, ModelError
 from pdcluster.core.messages import PROTOCOL_VERSION, PrepareWeights
 from pdcluster.core.version import VERSION
-from pdcluster.core.weights import NODE_SOURCE, WeightsVersion
+from pdcluster.core.weights import NODE_SOURCE, WeightsVersion, holder_of
 from pdcluster.engine.engine import Engine
 from pdcluster.engine.ops.batch_invariant import invariant_arithmetic
 from pdcluster.engine.ops.quantized import int8_arithmetic
 from pdcluster.kv.layout import DEFAULT_ARITHMETIC, Fingerprint
-from pdcluster.node.native.assembly import KV_REGION, Shape, Wiring, assemble
-from pdcluster.node.native.components import NodeComponents
+from pdcluster.node.control import NodeLinks
+from pdcluster.node.native.asleep import SleepingSide, give_memory_back
+from pdcluster.node.native.assembly import KV_REGION, Shape, Wiring, assemble, links_of
 from pdcluster.node.native.engine_side import NativeSide
-from pdcluster.node.native.engine_start import NodeEngine, end_process, engine_config, is_sealed, start_engine
+from pdcluster.node.native.engine_start import (
+    ModelFacts,
+    NodeEngine,
+    end_process,
+    engine_config,
+    is_sealed,
+    start_engine,
+)
 from pdcluster.node.native.tensor_parallel.endpoint_client import RankLink
 from pdcluster.node.native.weights_source import (
     check_config,
+    check_disk,
     check_place,
     check_received,
     check_replacement,
@@ -42,7 +51,7 @@ from pdcluster.node.server import NextBoot, NodeProcess, OpenedEngine, new_incar
 from pdcluster.node.weights_exchange import ImageIntake
 from pdcluster.processes.leaving import leave_last
 from pdcluster.scheduler.limits import SchedulerLimits, logprob_tokens_of
-from pdcluster.settings.config import NodeConfig
+from pdcluster.settings.config import NodeConfig, cache_directory
 from pdcluster.transfer.backends.base import Backend, Peer
 from pdcluster.transfer.backends.staged.staging import Fabric
 from pdcluster.transfer.paths.choose import create_backends
@@ -71,12 +80,16 @@ def open_native(process: NodeProcess) -> OpenedEngine:
     engine = start_engine(config, own, process.me, KV_REGION)
     if held is not None:
         held.close()
-    return open_around(engine, WeightsVersion(digest=engine.local.weights_digest), process)
+    return open_around(engine, WeightsVersion(digest=engine.local.weights_digest), None, process)
 
 
-def open_around(engine: NodeEngine, version: WeightsVersion, process: NodeProcess) -> OpenedEngine:
-    """Build the node around a started engine, which it closes at its end."""
-    config, me = process.config, process.me
+def open_around(
+    engine: NodeEngine, version: WeightsVersion, image: WeightImage | None, process: NodeProcess
+) -> OpenedEngine:
+    """Build the node around a started engine, which it closes at its end. image: the weights' bytes, if others may have
+    them.
+    """
+    config, me, served = process.config, process.me, ModelFacts.of(engine.local)
     process.engine_stack.callback(_note_stuck, engine.local, process.end_stack)
     process.engine_stack.callback(engine.driver.close)
     backends = media_of_all(open_backends(config, me), engine.links)
@@ -84,7 +97,7 @@ def open_around(engine: NodeEngine, version: WeightsVersion, process: NodeProces
         process.engine_stack.callback(backend.shutdown)
     wiring = replace(wiring_of(process, backends), spans=process.spans)
     parts = assemble(
-        wiring, shape_of(config, engine), engine.driver, limits_of(config, engine.local), process.files, process.agent,
+        wiring, shape_of(config, engine), engine.driver, limits_of(config, served), process.files, process.agent,
         process.clock, engine.local.grammars,
     )  # fmt: skip
     for each in parts.backends:
@@ -96,28 +109,73 @@ def open_around(engine: NodeEngine, version: WeightsVersion, process: NodeProces
         looks_ahead=config.scheduler.look_ahead,
         health=health,
     )
-    card = card_of(process, engine.local, parts, tuple(backends))
-    card = replace(
-        card,
-        weights_label=version.label,
-        weights_epoch=version.epoch,
-        weights_share=process.weights_share,
-        weights_source=process.weights_source,
-        weights_former=process.weights_former,
-    )
-    intake = _intake(process, engine.local, card.address)
-    return OpenedEngine(parts.links, side, card, partial(prepare, process, engine.local), intake)
+    card = card_of(process, served, version, parts.links, tuple(backends))
+    return OpenedEngine(
+        parts.links, side, card, partial(prepare, process, served), _intake(process, served, card.address),
+        partial(fall_asleep, process, served, version, image),
+    )  # fmt: skip
 
 
-def prepare(process: NodeProcess, serving: Engine, message: PrepareWeights, image: WeightImage | None) -> NextBoot:
+def fall_asleep(
+    process: NodeProcess, served: ModelFacts, version: WeightsVersion, image: WeightImage | None
+) -> NextBoot:
+    """Make the boot without an engine. Weights that are in no file are kept on the disk.
+
+    Raises ConfigError where it has no room for them.
+    """
+    kept = image if holder_of(process.weights_source) is not None else None
+    if kept is not None:
+        check_disk(kept.nbytes, cache_directory())
+        kept.hold()
+    me = Peer(process.me.node, new_incarnation())
+    opens = partial(_open_asleep, served, version, kept)
+    return NextBoot(version, me, opens, _nothing if kept is None else kept.release, process.weights_source)
+
+
+def _open_asleep(
+    served: ModelFacts, version: WeightsVersion, kept: WeightImage | None, process: NodeProcess
+) -> OpenedEngine:
+    stored = None
+    if kept is not None:
+        try:
+            stored = StoredImage(kept, cache_directory())
+            process.engine_stack.callback(stored.close)
+        except ModelError as error:
+            logger.error("the weights %s are gone, and have to be pushed or loaded again: %s", version, error)
+        kept.release()
+    give_memory_back()
+    links = links_of(wiring_of(process, {}), process.files, process.agent, process.clock, is_sleeping=True)
+    card = replace(card_of(process, served, version, links, ()), sleeping=True, draining=True)
+    asleep = replace(served, is_asleep=True)
+    prepares, intake = partial(prepare, process, asleep, stored=stored), _intake(process, asleep, card.address)
+    return OpenedEngine(links, SleepingSide(links), card, prepares, intake)
+
+
+def _nothing() -> None:
+    """No image is held."""
+
+
+def prepare(
+    process: NodeProcess,
+    serving: ModelFacts,
+    message: PrepareWeights,
+    image: WeightImage | None,
+    stored: StoredImage | None = None,
+) -> NextBoot:
     """Load other weights of the model beside those that serve, and warm them up. Nothing that serves changes.
 
-    image: holds them; None: they are in files.
+    image: holds them; None: they are in files. stored: has those that served before the node slept.
     Raises ModelError for weights that do not fit or have another digest than was asked for, ConfigError where memory
     is short.
     """
     wanted, source, held = message.version, message.source, None
     check_place(process.config)
+    if image is None and holder_of(source) is not None:
+        if stored is None or wanted.digest != serving.weights_digest:
+            raise ModelError(
+                f"node {process.me.node} has no weights {wanted} in memory any more; push or load them again"
+            )
+        image = stored.open()
     if image is None:
         found = local_model(Path(source)) if source else process.model_dir
         check_replacement(found, process.model_dir, serving.config)
@@ -145,7 +203,7 @@ def prepare(process: NodeProcess, serving: Engine, message: PrepareWeights, imag
     finally:
         if held is not None:
             held.close()
-    opens = partial(_take_over, watch, engine, version)
+    opens = partial(_take_over, watch, engine, version, image)
     return NextBoot(version, me, opens, engine.driver.close, source, image, lambda: watch.lost)
 
 
@@ -162,26 +220,28 @@ class RankWatch:
         self.lost = reason
 
 
-def _take_over(watch: RankWatch, engine: NodeEngine, version: WeightsVersion, process: NodeProcess) -> OpenedEngine:
+def _take_over(
+    watch: RankWatch, engine: NodeEngine, version: WeightsVersion, image: WeightImage | None, process: NodeProcess
+) -> OpenedEngine:
     watch.serves = True
-    return open_around(engine, version, process)
+    return open_around(engine, version, image, process)
 
 
 def _start_beside(
-    process: NodeProcess, serving: Engine, me: Peer, model: Path, files: tuple[Path, ...], watch: RankWatch
+    process: NodeProcess, serving: ModelFacts, me: Peer, model: Path, files: tuple[Path, ...], watch: RankWatch
 ) -> NodeEngine:
     config = process.config
     own = replace(
         engine_config(config, model),
         weights_files=files,
         num_pages=serving.num_pages,
-        populates=False,
+        populates=serving.is_asleep,  # beside another pool its pages are first used when that one is gone
         text_dir=process.model_dir,
     )
     return start_engine(config, own, me, KV_REGION, watch)
 
 
-def _intake(process: NodeProcess, serving: Engine, address: str) -> ImageIntake:
+def _intake(process: NodeProcess, serving: ModelFacts, address: str) -> ImageIntake:
     return ImageIntake(
         address,
         partial(check_received, process.model_dir, serving.config),
@@ -291,20 +351,15 @@ def media_of_all(backends: dict[str, Backend], links: Sequence[RankLink]) -> dic
     return backends
 
 
-def limits_of(config: NodeConfig, engine: Engine) -> SchedulerLimits:
+def limits_of(config: NodeConfig, served: ModelFacts) -> SchedulerLimits:
     return SchedulerLimits(
         token_budget=config.scheduler.token_budget,
         max_rows=config.scheduler.max_rows,
         max_waiting=config.scheduler.max_waiting,
-        max_len=usable_len(engine),
-        eos_token_ids=frozenset(engine.config.eos_token_ids),
-        logprob_tokens=logprob_tokens_of(engine.config.vocab_size),
+        max_len=served.usable_len,
+        eos_token_ids=frozenset(served.config.eos_token_ids),
+        logprob_tokens=logprob_tokens_of(served.config.vocab_size),
     )
-
-
-def usable_len(engine: Engine) -> int:
-    """The longest request: what the model takes and the pool holds."""
-    return min(engine.max_len, engine.num_pages * engine.layout.page_tokens)
 
 
 def shape_of(config: NodeConfig, engine: NodeEngine) -> Shape:
@@ -323,7 +378,7 @@ def shape_of(config: NodeConfig, engine: NodeEngine) -> Shape:
 def wire_settings(process: NodeProcess) -> WireSettings:
     config = process.config
     return WireSettings(
-        rebind_s=0.0 if process.weights_former is None else REBIND_S,
+        rebind_s=REBIND_S if process.num_boots else 0.0,
         heartbeat_s=config.heartbeat_s,
         lease_s=config.lease_s,
         advertise_host=config.advertise,
@@ -342,7 +397,9 @@ def transfer_settings(config: NodeConfig) -> TransferSettings:
     )
 
 
-def card_of(process: NodeProcess, engine: Engine, parts: NodeComponents, backends: tuple[str, ...]) -> NodeCard:
+def card_of(
+    process: NodeProcess, served: ModelFacts, version: WeightsVersion, links: NodeLinks, backends: tuple[str, ...]
+) -> NodeCard:
     """The node's card."""
     config, me = process.config, process.me
     model, *aliases = process.names
@@ -350,29 +407,34 @@ def card_of(process: NodeProcess, engine: Engine, parts: NodeComponents, backend
         node=me.node,
         incarnation=me.incarnation,
         role=process.role,
-        address=parts.links.hub.address,
+        address=links.hub.address,
         model=model,
         fingerprint=Fingerprint(
             model,
-            engine.weights_digest,
+            served.weights_digest,
             PROTOCOL_VERSION,
             config.kv.hash_block_tokens,
-            engine.full_layout,
+            served.full_layout,
             arithmetic_of(config),
-            engine.weight_groups,
+            served.weight_groups,
         ),
-        max_len=usable_len(engine),
-        vocab_size=engine.config.vocab_size,
-        num_pages=engine.num_pages,
-        eos_ids=engine.config.eos_token_ids,
+        max_len=served.usable_len,
+        vocab_size=served.config.vocab_size,
+        num_pages=served.num_pages,
+        eos_ids=served.config.eos_token_ids,
         tokenizer_hash=process.files.digest,
         backends=backends,
         device=config.device,
         pid=os.getpid(),
         model_aliases=tuple(aliases),
         version=VERSION,
-        link_key=parts.links.hub.link_key,
+        link_key=links.hub.link_key,
         draining=process.is_cordoned,
+        weights_label=version.label,
+        weights_epoch=version.epoch,
+        weights_share=process.weights_share,
+        weights_source=process.weights_source,
+        weights_former=process.weights_former,
     )
 
 

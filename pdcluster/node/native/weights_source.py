@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -15,8 +16,10 @@ from pdcluster.core.weights import WeightTensor
 from pdcluster.engine.engine import Engine
 from pdcluster.engine.model.config import ModelConfig, read_config
 from pdcluster.engine.model.weights import expected_tensors
+from pdcluster.node.native.engine_start import ModelFacts
 from pdcluster.processes.free_memory import GIB, free_memory
 from pdcluster.settings.config import NodeConfig
+from pdcluster.settings.sources import CACHE_VARIABLE
 from pdcluster.weights.pieces import check_tensors
 
 TOKENIZER = "tokenizer.json"
@@ -55,6 +58,17 @@ def _check_free(nbytes: int, what: str, way_out: str) -> None:
         raise ConfigError(
             f"{what} takes up to {nbytes / GIB:.2f} GiB, but {free.limit} leaves {free.num_bytes / GIB:.2f} GiB; give "
             f"it more, {way_out}"
+        )
+
+
+def check_disk(nbytes: int, directory: Path) -> None:
+    """Raises ConfigError where weights that are in no file do not fit on the disk."""
+    directory.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(directory).free
+    if nbytes > free:
+        raise ConfigError(
+            f"weights that were pushed take {nbytes / GIB:.2f} GiB on the disk while the node sleeps, and {directory} "
+            f"has {free / GIB:.2f} GiB left; make room, or set {CACHE_VARIABLE} to another directory"
         )
 
 
@@ -110,7 +124,7 @@ def image_of(source: Path, held: HeldFiles | None) -> WeightImage | None:
     return open_image(files) if files else None
 
 
-def check_same(loaded: Engine, serving: Engine, digest: str) -> None:
+def check_same(loaded: Engine, serving: ModelFacts, digest: str) -> None:
     """Raises ModelError where the loaded weights cannot take over, or are not those that were asked for."""
     if loaded.full_layout != serving.full_layout:
         raise ModelError(f"its KV is {loaded.full_layout}, and {serving.full_layout} here; use one dtype")

@@ -43,6 +43,7 @@ class NodeSnapshot:
     cached_tokens: int
     paths: tuple[PathTotal, ...]
     num_cache_gaps: int = 0
+    is_sleeping: bool = False
 
 
 class Registration(Protocol):
@@ -112,7 +113,7 @@ class NodeHealth:
         return alive(problems, loop_age_s=round(self.pulse.age_s, 3), engine_stood_s=round(snapshot.stood_s, 3))
 
     def ready(self) -> Verdict:
-        """Fails while the node takes no work for a reason of its own. A cordon is an operator's wish."""
+        """Fails while the node takes no work for a reason of its own. A cordon and sleep are wishes of operators."""
         snapshot, registration = self.snapshot, self.registration
         if self.stage or snapshot is None or registration is None:
             return Verdict(False, "starting", [self.stage or "the main loop has not turned yet"], self.identity)
@@ -124,7 +125,7 @@ class NodeHealth:
             reasons.append(f"the engine made no progress for {snapshot.stood_s:.1f} s")
         if not num_registered:
             reasons.append("no bootstrap has this node; see that one of node.bootstrap can be reached")
-        state = "cordoned" if snapshot.is_cordoned else "ready"
+        state = "sleeping" if snapshot.is_sleeping else "cordoned" if snapshot.is_cordoned else "ready"
         facts = self.identity | {
             "role": load.role, "bootstraps": num_registered, "waiting": load.waiting, "running": load.running,
         }  # fmt: skip

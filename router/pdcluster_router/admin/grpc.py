@@ -21,7 +21,7 @@ from pdcluster.rpc import admin_pb2_grpc as stubs
 from pdcluster.rpc.bootstrap_pb2 import FormerWeights, WeightsState
 from pdcluster.rpc.server_options import server_options
 from pdcluster.rpc.status import status_of
-from pdcluster_router.admin import pushes
+from pdcluster_router.admin import pushes, sleeping
 from pdcluster_router.admin.operations import (
     CachedNode,
     NodeAdapter,
@@ -128,6 +128,7 @@ class AdminService(stubs.AdminServicer):
             request.max_unavailable if request.HasField("max_unavailable") else 1,
             request.canary_percent if request.HasField("canary_percent") else None,
             request.finish_s if request.HasField("finish_s") else FINISH_S,
+            request.releases_first,
         )
         async with aclosing(self._operations.load_weights(wanted)) as steps:
             async for progress in steps:
@@ -150,6 +151,14 @@ class AdminService(stubs.AdminServicer):
 
     async def GetPause(self, request: pb.GetPauseRequest, context: grpc.aio.ServicerContext) -> pb.GetPauseReply:
         return pb.GetPauseReply(is_paused=await self._operations.is_paused())
+
+    async def Sleep(self, request: pb.SleepRequest, context: grpc.aio.ServicerContext) -> pb.SleepReply:
+        longest_s = request.max_pause_s if request.HasField("max_pause_s") else USUAL_PAUSE_S
+        mode = pause_mode(request.mode or "abort")
+        return pb.SleepReply(nodes=await sleeping.put_to_sleep(self._operations, mode, longest_s, request.finish_s))
+
+    async def Wake(self, request: pb.WakeRequest, context: grpc.aio.ServicerContext) -> pb.WakeReply:
+        return pb.WakeReply(nodes=await sleeping.wake(self._operations))
 
     async def ListRequests(
         self, request: pb.ListRequestsRequest, context: grpc.aio.ServicerContext

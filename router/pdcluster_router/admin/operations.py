@@ -19,7 +19,7 @@ from pdcluster_router.cluster.events import Event
 from pdcluster_router.explain.records import Explanation
 from pdcluster_router.queueing.pauses import PauseMode
 
-State = Literal["connecting", "ready", "cordoned", "stuck"]
+State = Literal["connecting", "ready", "cordoned", "stuck", "sleeping"]
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -74,6 +74,7 @@ class WeightsRollout(msgspec.Struct, frozen=True):
     max_unavailable: how many nodes may change at the same time; 0: all.
     canary_percent: load as few nodes as serve, which get this share of the requests that name no weights; None: all.
     finish_s: how long a node may end what runs; what is left moves to other nodes then.
+    releases_first: nodes sleep before they load, so that one set of weights is in memory at a time.
     """
 
     source: str
@@ -81,12 +82,13 @@ class WeightsRollout(msgspec.Struct, frozen=True):
     max_unavailable: int = 1
     canary_percent: float | None = None
     finish_s: float = 600.0
+    releases_first: bool = False
 
 
 class RolloutProgress(msgspec.Struct, frozen=True):
     """Where a rollout is.
 
-    stage: loading, ending (what runs there) or serving.
+    stage: loading, ending (what runs there), sleeping or serving.
     node: "" once all are done.
     num_done: nodes that serve the version, of num_nodes.
     running, context_tokens: what the node still has to end.
@@ -235,6 +237,15 @@ class Operations(Protocol):
         ...
 
     async def is_paused(self) -> bool: ...
+
+    async def sleep(self, finish_s: float) -> list[str]:
+        """Have all nodes give the memory of weights and KV back. What runs may end within finish_s. Returns the nodes
+        that fell asleep."""
+        ...
+
+    async def wake(self) -> list[str]:
+        """Have all nodes that sleep serve the weights that they had. Returns which nodes."""
+        ...
 
     def load_weights(self, wanted: WeightsRollout) -> AsyncGenerator[RolloutProgress, None]: ...
 

@@ -5,23 +5,33 @@
 2. A batch leaves each role a node that takes work, where the role has several.
 3. A node that fails stops the rollout. What serves the new weights by then goes on serving them.
 4. An epoch is announced once: the first node that loads it says the digest that all others must have.
-5. Weights without another source are passed on from nodes that have them. Each gives them to one node at a time, which
+5. Nodes that sleep load without leaving others, and serve what they loaded. A node that sleeps first and cannot load
+   wakes with what it had.
+6. Weights without another source are passed on from nodes that have them. Each gives them to one node at a time, which
    then gives them to others.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from msgspec.structs import replace
 
 from pdcluster.core.errors import BadRequest, DeadlineExceeded, NodeLost, Overloaded, PdclusterError, UnknownName
-from pdcluster.core.messages import DropWeights, PrepareWeights, ShareWeights, SwitchWeights, WeightsOrder
+from pdcluster.core.messages import (
+    DropWeights,
+    PrepareWeights,
+    ShareWeights,
+    SleepNode,
+    SwitchWeights,
+    WeightsOrder,
+)
 from pdcluster.core.weights import NODE_SOURCE, WeightsVersion, check_label, check_source, holder_of
+from pdcluster.kv.layout import NATIVE_ENGINE
 from pdcluster_router.admin.operations import NodeStatus, NodeWeights, RolloutProgress, WeightsRollout
 from pdcluster_router.cluster.events import EventLog
 
@@ -69,6 +79,7 @@ class Rollouts:
         if wanted.canary_percent is not None:
             targets = canaries(nodes, version)
         roll = _Roll(self._cluster, version, wanted.source, share, wanted.finish_s, self._clock, len(targets))
+        roll.releases_first = wanted.releases_first
         roll.know_holders(nodes)
         async with aclosing(self._run(roll, targets, wanted.max_unavailable)) as steps:
             async for progress in steps:
@@ -87,6 +98,47 @@ class Rollouts:
             async for progress in steps:
                 yield progress
 
+    async def sleep(self, finish_s: float) -> list[str]:
+        """Have all nodes sleep. Raises BadRequest where one cannot, before any does; Overloaded while a rollout runs;
+        PdclusterError when a node fails.
+        """
+        _check_finish(finish_s)
+        nodes = [node for node in await self._nodes() if node.state != "sleeping"]
+        for node in nodes:
+            if node.engine != NATIVE_ENGINE:
+                raise BadRequest(
+                    f"node {node.name} runs {node.engine}, which gives no memory back on this device; stop the node "
+                    "instead",
+                    "nodes",
+                )
+        with self._alone("sleep"):
+            await _all(put_to_sleep(self._cluster, node, finish_s, self._clock) for node in nodes)
+        return self._noted("sleep", nodes)
+
+    async def wake(self) -> list[str]:
+        """Have all nodes that sleep serve what they served. Raises as `sleep`."""
+        nodes = await self._nodes()
+        sleeping = [node for node in nodes if node.state == "sleeping"]
+        with self._alone("waking"):
+            await _all(wake_up(self._cluster, node, nodes, self._clock) for node in sleeping)
+        return self._noted("wake", sleeping)
+
+    def _noted(self, kind: Literal["sleep", "wake"], nodes: Sequence[NodeStatus]) -> list[str]:
+        names = [node.name for node in nodes]
+        if names:
+            self._log.add(kind, "", ", ".join(names))
+        return names
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        if self._running:
+            raise Overloaded(f"{self._running} is under way; wait for its end", 5.0)
+        self._running = what
+        try:
+            yield
+        finally:
+            self._running = ""
+
     async def _nodes(self) -> list[NodeStatus]:
         nodes = await self._cluster.nodes()
         if not nodes:
@@ -96,27 +148,24 @@ class Rollouts:
     async def _run(
         self, roll: _Roll, targets: Sequence[NodeStatus], at_once: int
     ) -> AsyncGenerator[RolloutProgress, None]:
-        if self._running:
-            raise Overloaded(f"the rollout of {self._running} is under way; wait for its end", 5.0)
-        self._running = str(roll.version)
-        self._log.add("weights", roll.version.label, f"epoch {roll.version.epoch} for {len(targets)} nodes")
-        news: asyncio.Queue[RolloutProgress] = asyncio.Queue(MAX_NEWS)
-        roll.report = news.put_nowait
-        task = asyncio.create_task(roll.run(targets, at_once))
-        try:
-            while not task.done() or not news.empty():
-                getting = asyncio.ensure_future(news.get())
-                await asyncio.wait([task, getting], return_when=asyncio.FIRST_COMPLETED)
-                if getting.done():
-                    yield getting.result()
-                else:
-                    getting.cancel()
-            await task
-            self._log.add("weights", roll.version.label, f"{roll.num_done} nodes serve epoch {roll.version.epoch}")
-        finally:
-            task.cancel()
-            await asyncio.wait({task})
-            self._running = ""
+        with self._alone(f"the rollout of {roll.version}"):
+            self._log.add("weights", roll.version.label, f"epoch {roll.version.epoch} for {len(targets)} nodes")
+            news: asyncio.Queue[RolloutProgress] = asyncio.Queue(MAX_NEWS)
+            roll.report = news.put_nowait
+            task = asyncio.create_task(roll.run(targets, at_once))
+            try:
+                while not task.done() or not news.empty():
+                    getting = asyncio.ensure_future(news.get())
+                    await asyncio.wait([task, getting], return_when=asyncio.FIRST_COMPLETED)
+                    if getting.done():
+                        yield getting.result()
+                    else:
+                        getting.cancel()
+                await task
+                self._log.add("weights", roll.version.label, f"{roll.num_done} nodes serve epoch {roll.version.epoch}")
+            finally:
+                task.cancel()
+                await asyncio.wait({task})
 
 
 class _Roll:
@@ -135,9 +184,11 @@ class _Roll:
         self._cluster, self._source, self._share, self._finish_s = cluster, source, share, finish_s
         self._clock, self._began, self._num_nodes = clock, clock(), num_nodes
         self.version = version
+        self.releases_first = False
+        self.way_out = "see pdctl weights status, load again to go on, or take it back with pdctl weights undo"
         self.num_done = 0
         self.report: Callable[[RolloutProgress], None] = _ignore
-        # Nodes that have the version in memory and give it to nobody now (rule 5).
+        # Nodes that have the version in memory and give it to nobody now (rule 6).
         self._holders: asyncio.Queue[str] = asyncio.Queue()
         self._is_passed_on = holder_of(source) is not None
         self._has: set[str] = set()
@@ -146,10 +197,11 @@ class _Roll:
         """Raises BadRequest where the version has no other source and nobody has it."""
         if not self._is_passed_on:
             return
-        names = [node.name for node in nodes if node.weights.epoch and _is_same(node.weights, self.version)]
+        alike = [node for node in nodes if node.weights.epoch and _is_same(node.weights, self.version)]
+        names = [node.name for node in alike if node.state != "sleeping"]
         if (named := holder_of(self._source)) and named not in names:
             names.insert(0, named)
-        if not names:
+        if not names and not alike:  # a node that sleeps has its own
             raise BadRequest(
                 f"no node has the weights {self.version} in memory any more; push or load them again", "source"
             )
@@ -181,13 +233,30 @@ class _Roll:
     async def _change(self, batch: Sequence[NodeStatus]) -> None:
         """Rule 1."""
         try:
+            if self.releases_first:
+                await _all(self._release(node) for node in batch)
             await _all(self._prepare(node) for node in batch)
             await _all(self._switch(node) for node in batch)
         except BaseException as error:  # a caller that goes, too: what is not served keeps no memory
             await _all(self._drop(node) for node in batch)
+            if self.releases_first:
+                await _all(self._wake(node) for node in batch)
             if isinstance(error, PdclusterError):
                 raise PdclusterError(self._stopped(error)) from error
             raise
+
+    async def _release(self, node: NodeStatus) -> None:
+        if node.state != "sleeping":
+            self._say(node.name, "sleeping", node)
+            await put_to_sleep(self._cluster, node, self._finish_s, self._clock)
+
+    async def _wake(self, node: NodeStatus) -> None:
+        """Of a node that slept to load: have it serve what it had."""
+        found = await self._find(node.name)
+        if found is None or found.state != "sleeping" or node.state == "sleeping":
+            return
+        with suppress(PdclusterError):  # the error that led here says more
+            await wake_up(self._cluster, found, [found], self._clock)
 
     async def _drop(self, node: NodeStatus) -> None:
         with suppress(PdclusterError, TimeoutError):  # a node that is gone has nothing ready
@@ -197,7 +266,7 @@ class _Roll:
     def _stopped(self, error: PdclusterError) -> str:
         return (
             f"the rollout of {self.version} stopped with {self.num_done} of {self._num_nodes} nodes done: {error}; "
-            "see pdctl weights status, load again to go on, or take it back with pdctl weights undo"
+            f"{self.way_out}"
         )
 
     async def _prepare(self, node: NodeStatus) -> None:
@@ -216,7 +285,8 @@ class _Roll:
             self._add_holder(node.name)
 
     async def _load(self, node: NodeStatus) -> NodeWeights:
-        if not self._is_passed_on or node.name in self._has:
+        is_its_own = node.state == "sleeping" and _is_same(node.weights, self.version)
+        if not self._is_passed_on or is_its_own or node.name in self._has:
             source = NODE_SOURCE + node.name if self._is_passed_on else self._source
             return await self._cluster.change_weights(node.name, PrepareWeights(0, self.version, source))
         holder = await self._holders.get()
@@ -249,7 +319,7 @@ class _Roll:
         until = self._clock() + READY_S
         while (
             (found := await self._find(node.name)) is None
-            or found.state == "connecting"
+            or found.state in ("connecting", "sleeping")
             or (found.weights.epoch != self.version.epoch)
         ):
             if self._clock() > until:
@@ -276,6 +346,28 @@ class _Roll:
                     seconds=self._clock() - self._began,
                 )
             )
+
+
+async def put_to_sleep(cluster: WeightsNodes, node: NodeStatus, finish_s: float, clock: Callable[[], float]) -> None:
+    """Returns once the node sleeps. Raises PdclusterError, NodeLost."""
+    answer = await cluster.change_weights(node.name, SleepNode(0, finish_s))
+    if answer.error:
+        raise PdclusterError(f"node {node.name}: {answer.error}")
+    until = clock() + READY_S
+    while not any(each.name == node.name and each.state == "sleeping" for each in await cluster.nodes()):
+        if clock() > until:
+            raise NodeLost(f"node {node.name} did not come back asleep within {READY_S:g} s; see its log")
+        await cluster.wait_for_change(until - clock())
+
+
+async def wake_up(
+    cluster: WeightsNodes, node: NodeStatus, nodes: Sequence[NodeStatus], clock: Callable[[], float]
+) -> None:
+    """Have a node serve what it had before it slept. nodes: others may have that in memory. Raises PdclusterError."""
+    roll = _Roll(cluster, node.weights, node.weights_source, node.weights_share, 0.0, clock, 1)
+    roll.way_out = "wake it again with pdctl wake, or load weights with pdctl weights load"
+    roll.know_holders(nodes)
+    await roll.run([node], 0)
 
 
 def _is_same(found: WeightsVersion, wanted: WeightsVersion) -> bool:
@@ -313,7 +405,7 @@ def _check_finish(finish_s: float) -> None:
 
 def patience_of(order: WeightsOrder) -> float:
     """How long a node may take to do what is asked of its weights."""
-    return order.finish_s + SWITCH_S if isinstance(order, SwitchWeights) else WEIGHTS_S
+    return order.finish_s + SWITCH_S if isinstance(order, SwitchWeights | SleepNode) else WEIGHTS_S
 
 
 def version_of(nodes: Sequence[NodeStatus], wanted: WeightsRollout) -> WeightsVersion:
@@ -384,7 +476,7 @@ def next_batch(left: Sequence[NodeStatus], nodes: Sequence[NodeStatus], at_once:
             and each.name != node.name and each.name not in {chosen.name for chosen in batch}
         ]  # fmt: skip
         is_alone = sum(each.role == node.role for each in nodes) == 1
-        if len(batch) < at_once and (staying or is_alone):
+        if len(batch) < at_once and (staying or is_alone or node.state == "sleeping"):
             batch.append(node)
     if not batch:
         raise DeadlineExceeded(

@@ -11,7 +11,7 @@ import msgspec
 
 from pdcluster.bootstrap.card import MAX_NAME_CHARS, MAX_TEXT_CHARS, NodeCard
 from pdcluster.core.errors import BadRequest, ConfigError, DeadlineExceeded, NodeLost, UnknownName
-from pdcluster.core.messages import Managed, Role, SwitchWeights, WeightsOrder
+from pdcluster.core.messages import Managed, Role, SleepNode, SwitchWeights, WeightsOrder
 from pdcluster.kv.layout import NATIVE_ENGINE
 from pdcluster_router.admin import drains
 from pdcluster_router.admin.operations import (
@@ -194,7 +194,7 @@ class Admin:
         try:
             answer = await self.cluster.manage_weights(card.incarnation, order, timeout_s)
         except NodeLost:
-            if isinstance(order, SwitchWeights):
+            if isinstance(order, SwitchWeights | SleepNode):
                 return NodeWeights(card.node)  # it goes over
             raise
         except TimeoutError:
@@ -216,6 +216,12 @@ class Admin:
 
     async def is_paused(self) -> bool:
         return self._dispatch.is_paused
+
+    async def sleep(self, finish_s: float) -> list[str]:
+        return await self._rollouts.sleep(finish_s)
+
+    async def wake(self) -> list[str]:
+        return await self._rollouts.wake()
 
     def load_weights(self, wanted: WeightsRollout) -> AsyncGenerator[RolloutProgress, None]:
         return self._rollouts.load(wanted)
@@ -347,9 +353,11 @@ def _request(found: OpenRequest, now: float) -> RequestStatus:
     )
 
 
-def _state(view: NodeView | None) -> State:
+def _state(card: NodeCard, view: NodeView | None) -> State:
     if view is None:
         return "connecting"
+    if card.sleeping:
+        return "sleeping"
     if view.load is not None and view.load.stuck:
         return "stuck"
     return "ready" if view.accepts_work else "cordoned"
@@ -361,7 +369,7 @@ def _status(found: KnownNode) -> NodeStatus:
         name=card.node,
         incarnation=card.incarnation,
         role=view.role if view is not None else card.role,
-        state=_state(view),
+        state=_state(card, view),
         address=card.address,
         model=card.model,
         device=card.device,

@@ -35,6 +35,8 @@ Kind = Literal[
     "weights",
     "pause",
     "resume",
+    "sleep",
+    "wake",
     "files-read",
     "files-refused",
 ]

@@ -212,6 +212,7 @@ class ViewUpkeep:
             max_len=card.max_len,
             backends=card.backends,
             is_cordoned=state.is_cordoned,
+            is_sleeping=state.card.sleeping,
             cost=state.cost,
             bandwidth={
                 path.peer: path.bytes_s for path in load.paths if path.is_chosen and path.bytes_s >= LEAST_BYTES_S

@@ -60,6 +60,8 @@ class NodeView(msgspec.Struct, frozen=True):
     # Its transfer media. A node without any serves in mode local only.
     backends: tuple[str, ...] = ()
     is_cordoned: bool = False
+    # It has no weights and no pool. Then its reports say that it drains, too.
+    is_sleeping: bool = False
     pending: InFlightWork = NOTHING_PENDING
     # Fitted by the node to its own steps; None before its first report of it.
     cost: NodeCost | None = None

@@ -20,6 +20,8 @@ DRAIN_GRACE_S = 30.0
 ADAPTER_CALL_S = 150.0
 # What a router's answer may take beside what was asked for.
 CALL_GRACE_S = 30.0
+# For all nodes to load their weights.
+LOAD_S = 1830.0
 # What became of the choices that ran, by the mode of the pause.
 PAUSE_ENDS = {"abort": "ended with what they had", "wait": "ended", "keep": "are held"}
 
@@ -95,11 +97,13 @@ def load_weights(
     max_unavailable: int,
     canary_percent: float | None,
     finish_s: float,
+    releases_first: bool = False,
 ) -> Generator[reading.Row, None, str]:
     """Yields where the rollout is. Closing it stops the rollout before the next nodes."""
     request = pb.LoadWeightsRequest(
-        source=source, label=label, max_unavailable=max_unavailable, canary_percent=canary_percent, finish_s=finish_s
-    )
+        source=source, label=label, max_unavailable=max_unavailable, canary_percent=canary_percent, finish_s=finish_s,
+        releases_first=releases_first,
+    )  # fmt: skip
     return _rollout(clients, "LoadWeights", request)
 
 
@@ -139,6 +143,31 @@ def pause(clients: AdminClients, mode: str, max_pause_s: float) -> str:
 def resume(clients: AdminClients) -> str:
     told = answered(clients.ask("Resume", pb.ResumeRequest()))
     return "requests go on" if any(each.reply.was_paused for each in told) else "no router was paused"
+
+
+def sleep(clients: AdminClients, mode: str, max_pause_s: float) -> str:
+    """Pause all routers, and have all nodes sleep."""
+    paused = pause(clients, mode, max_pause_s)
+    names = _nodes_of(clients, "Sleep", pb.SleepRequest(mode=mode, max_pause_s=max_pause_s))
+    return f"{paused.partition(';')[0]}; {_listed(names)} gave the memory back; pdctl wake ends it"
+
+
+def wake(clients: AdminClients) -> str:
+    names = _nodes_of(clients, "Wake", pb.WakeRequest())
+    return f"awake: {_listed(names)}; {resume(clients)}"
+
+
+def _nodes_of(clients: AdminClients, method: str, request: Any) -> list[str]:
+    """What a router says that it did to nodes."""
+    router = clients.first()
+    try:
+        return list(getattr(router.stub, method)(request, timeout=LOAD_S).nodes)
+    except grpc.RpcError as error:
+        raise refusal(RouterAnswer(router.address, None, error)) from error
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "no node"
 
 
 def cancel(clients: AdminClients, request: str, reason: str) -> str:

@@ -187,7 +187,7 @@ def decoders_for(query: Query, view: ClusterView, prefill: NodeView) -> NDArray[
 
 def no_node(num_known: int) -> NoNodeTakesWork:
     return NoNodeTakesWork(
-        f"none of {num_known} known nodes takes work now; see that nodes are up, not cordoned and not draining"
+        f"none of {num_known} known nodes takes work now; see that nodes are up, awake, not cordoned and not draining"
     )
 
 
@@ -211,6 +211,8 @@ def rejected(query: Query, view: ClusterView, most: int | None = None) -> tuple[
 
 def why_not(node: NodeView, query: Query, *, decodes: bool = True) -> str:
     """The rule that keeps a node from a request; "" for none. decodes: it shall decode, not only compute the prompt."""
+    if node.is_sleeping:
+        return "asleep"
     if node.is_cordoned:
         return "cordoned"
     if node.load is not None and node.load.draining:

@@ -276,6 +276,12 @@ class Fleet:
             raise Unavailable(f"{', '.join(answers.silent)} did not answer; ask again")
         return list(answers.required().values())
 
+    async def sleep(self, finish_s: float) -> list[str]:
+        return await self._rollouts.sleep(finish_s)
+
+    async def wake(self) -> list[str]:
+        return await self._rollouts.wake()
+
     def load_weights(self, wanted: WeightsRollout) -> AsyncGenerator[RolloutProgress, None]:
         return self._rollouts.load(wanted)
 

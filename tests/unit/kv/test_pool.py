@@ -104,3 +104,13 @@ def test_device_memory_has_no_host_view() -> None:
     with pytest.raises(ConfigError, match="no host view"):
         _ = pool.view
     assert pool.tensor.dtype == torch.bfloat16
+
+
+def test_closing_gives_the_memory_back_wherever_it_is_mapped() -> None:
+    pool = KVPool(LAYOUT, 4)
+    assert pool.fd is not None
+    other = mmap.mmap(os.dup(pool.fd), pool.nbytes)
+    pool.tensor.fill_(1.0)
+    assert any(other[:64])
+    pool.close()
+    assert not any(other[:])

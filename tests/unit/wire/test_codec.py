@@ -76,6 +76,7 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
     m.WeightsWritten(5, ((TENSOR.name, bytes(16)),)),
     m.WeightsDeclined(5, "gone"),
     m.SwitchWeights(9, 1, 2.5, 10.0),
+    m.SleepNode(11, 2.5),
     m.DropWeights(10),
     m.ShareWeights(11, 50.0),
     m.WeightsManaged(8, "", WeightsVersion("tuned", 1, "d1")),

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from pdcluster.checkpoint.weight_image import WeightImage
-from pdcluster.core.errors import ModelError
-from pdcluster.core.messages import AnyMessage, DropWeights, PrepareWeights, SwitchWeights, WeightsManaged
+from pdcluster.core.errors import ConfigError, ModelError
+from pdcluster.core.messages import AnyMessage, DropWeights, PrepareWeights, SleepNode, SwitchWeights, WeightsManaged
 from pdcluster.core.weights import WeightsVersion
 from pdcluster.node.outbox import Outbox
 from pdcluster.node.weights_loader import Prepare, WeightsLoader
@@ -38,11 +38,16 @@ class Boot:
 class World:
     """A loader, and what it answered."""
 
-    def __init__(self, prepare: Prepare | None = None) -> None:
+    def __init__(self, prepare: Prepare | None = None, *, is_asleep: bool = False) -> None:
         self.boots: list[Boot] = []
         self.goes_on = threading.Event()
         self.outbox = Outbox()
-        self.loader = WeightsLoader(Peer("p0", "p0-1"), self.outbox, prepare or self.load)
+        self.asleep: list[Boot] = []
+        # Why the node cannot sleep.
+        self.full = ""
+        self.loader = WeightsLoader(
+            Peer("p0", "p0-1"), self.outbox, prepare or self.load, fall_asleep=self.fall_asleep, is_asleep=is_asleep
+        )
         self.said: list[WeightsManaged] = []
 
     def load(self, message: PrepareWeights, image: WeightImage | None) -> Boot:
@@ -51,6 +56,12 @@ class World:
             raise ModelError("half a file")
         self.boots.append(Boot(WeightsVersion(message.version.label, message.version.epoch, f"d-{message.source}")))
         return self.boots[-1]
+
+    def fall_asleep(self) -> Boot:
+        if self.full:
+            raise ConfigError(self.full)
+        self.asleep.append(Boot(WeightsVersion()))
+        return self.asleep[-1]
 
     def send(self, to: object, message: AnyMessage) -> bool:
         assert isinstance(message, WeightsManaged)
@@ -187,3 +198,51 @@ def test_who_asks_while_it_is_dropped_is_told_to_ask_again(world: World) -> None
     _, refused = world.answers()
     assert "is about to drop these weights" in refused.error
     assert world.loaded() == [WeightsManaged(1, "they were dropped meanwhile")]
+
+
+def test_a_node_sleeps_once_and_drops_what_was_ready(world: World) -> None:
+    world.loader.load(ROUTER, PrepareWeights(1, TUNED, "a"))
+    world.loaded()
+    assert world.loader.sleep(ROUTER, SleepNode(2, 0.0)) and world.boots[0].ended.is_set()
+    assert not world.loader.sleep(ROUTER, SleepNode(3, 0.0)) and world.answers() == []
+    assert world.loader.is_switching and world.loader.share is None
+    assert world.loader.take() is world.asleep[0] and len(world.asleep) == 1
+
+
+def test_sleep_that_is_off_leaves_the_node_as_it_was(world: World) -> None:
+    assert world.loader.sleep(ROUTER, SleepNode(1, 0.0))
+    world.loader.stay("too long")
+    assert world.asleep[0].ended.is_set() and not world.loader.is_switching
+    assert world.answers() == [WeightsManaged(1, "too long")]
+    world.loader.load(ROUTER, PrepareWeights(2, TUNED, "a"))
+    assert world.loaded()[0].prepared == WeightsVersion("tuned", 1, "d-a")
+
+
+def test_a_node_that_loads_or_has_no_room_does_not_sleep(world: World) -> None:
+    world.full = "no room on the disk"
+    assert not world.loader.sleep(ROUTER, SleepNode(1, 0.0))
+    assert world.answers() == [WeightsManaged(1, "no room on the disk")]
+    world.loader.load(ROUTER, PrepareWeights(2, TUNED, "a"))
+    assert not world.loader.sleep(ROUTER, SleepNode(3, 0.0))
+    (refused,) = world.answers()
+    assert refused.number == 3 and "in hand" in refused.error
+
+
+def test_a_node_that_sleeps_says_so_and_wakes_by_a_load() -> None:
+    world = World(is_asleep=True)
+    assert not world.loader.sleep(ROUTER, SleepNode(1, 0.0))
+    assert world.answers() == [WeightsManaged(1)]
+    world.loader.load(ROUTER, PrepareWeights(2, TUNED, "node:p0"))  # its own, kept on the disk
+    assert world.loaded()[0].error == ""
+    assert world.loader.switch(ROUTER, SwitchWeights(3, 1, 0.0)) and world.loader.take() is world.boots[0]
+    world.loader.close()
+
+
+def test_an_engine_that_gives_no_memory_back_says_so() -> None:
+    outbox, said = Outbox(), World()
+    loader = WeightsLoader(Peer("p0", "p0-1"), outbox, None)
+    assert not loader.sleep(ROUTER, SleepNode(1, 0.0))
+    outbox.flush(said)
+    assert "gives no memory back while its process runs" in said.said[0].error
+    loader.close()
+    said.loader.close()

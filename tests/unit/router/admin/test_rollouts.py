@@ -9,7 +9,16 @@ import pytest
 from msgspec.structs import replace
 
 from pdcluster.core.errors import BadRequest, Overloaded, PdclusterError, UnknownName
-from pdcluster.core.messages import DropWeights, Load, PrepareWeights, Role, ShareWeights, SwitchWeights, WeightsOrder
+from pdcluster.core.messages import (
+    DropWeights,
+    Load,
+    PrepareWeights,
+    Role,
+    ShareWeights,
+    SleepNode,
+    SwitchWeights,
+    WeightsOrder,
+)
 from pdcluster.core.weights import NODE_SOURCE, FormerWeights, WeightsVersion, holder_of
 from pdcluster_router.admin.operations import NodeStatus, NodeWeights, RolloutProgress, WeightsRollout
 from pdcluster_router.admin.rollouts import Rollouts
@@ -54,6 +63,8 @@ class Cluster:
         if isinstance(order, PrepareWeights):
             if self.bad.get(name) == "load":
                 return NodeWeights(name, "half a file")
+            if order.source == "/none":
+                return NodeWeights(name, "no such source")
             if holder_of(order.source) is not None:
                 return await self._pass_on(name, order)
             made = replace(order.version, digest="X" if self.bad.get(name) == "digest" else DIGESTS[order.source])
@@ -63,6 +74,10 @@ class Cluster:
             await self._switch(name, order)
             if self.bad.get(name) == "switch":
                 return NodeWeights(name, "3 requests did not end")
+        elif isinstance(order, SleepNode):
+            if self.bad.get(name) == "sleep":
+                return NodeWeights(name, "it has no room")
+            self.by_name[name] = replace(self.by_name[name], state="sleeping")
         elif isinstance(order, ShareWeights):
             self.by_name[name] = replace(self.by_name[name], weights_share=order.share)
         else:
@@ -97,7 +112,8 @@ class Cluster:
         was = self.by_name[name]
         former = FormerWeights(was.weights.label, was.weights.digest, was.weights_source)
         self.by_name[name] = replace(
-            was, incarnation=f"{name}-{version.epoch}", weights=version, weights_share=order.share,
+            was, incarnation=f"{name}-{version.epoch}", state="ready" if was.state == "sleeping" else was.state,
+            weights=version, weights_share=order.share,
             weights_source=source, weights_former=former,
         )  # fmt: skip
 
@@ -273,3 +289,79 @@ async def test_a_node_that_cannot_change_yet_is_not_forgotten() -> None:
     assert cluster.served() == {"p0": "tuned@1", "p1": "tuned@1", "d0": "base@0", "d1": "tuned@1"}
     switched = [name for name, order in cluster.orders if isinstance(order, SwitchWeights)]
     assert sorted(switched) == ["d1", "p0", "p1"]
+
+
+async def test_all_nodes_sleep_and_wake_with_what_they_had() -> None:
+    cluster = two_and_two()
+    made = rollouts(cluster)
+    assert sorted(await made.sleep(0.0)) == ["d0", "d1", "p0", "p1"]
+    assert await made.sleep(0.0) == []
+    assert sorted(await made.wake()) == ["d0", "d1", "p0", "p1"] and await made.wake() == []
+    assert cluster.served() == dict.fromkeys(cluster.by_name, "base@0")
+    assert {each.state for each in cluster.by_name.values()} == {"ready"}
+
+
+async def test_nodes_wake_with_weights_that_are_in_no_file() -> None:
+    """Each has its own on its disk, so none takes them from another one that sleeps."""
+    cluster = two_and_two()
+    for name, each in cluster.by_name.items():
+        cluster.by_name[name] = replace(each, weights=WeightsVersion("pushed", 3, "P"), weights_source=NODE_SOURCE)
+    made = rollouts(cluster)
+    await made.sleep(0.0)
+    await made.wake()
+    assert cluster.given == [] and set(cluster.served().values()) == {"pushed@3"}
+
+
+async def test_where_one_node_cannot_sleep_none_does() -> None:
+    cluster = two_and_two()
+    cluster.by_name["d1"] = replace(cluster.by_name["d1"], engine="vllm")
+    with pytest.raises(BadRequest, match="node d1 runs vllm, which gives no memory back"):
+        await rollouts(cluster).sleep(0.0)
+    assert cluster.orders == []
+
+
+async def test_a_node_that_fails_to_sleep_or_to_wake_is_named_and_the_others_do() -> None:
+    cluster = two_and_two()
+    cluster.bad["p1"] = "sleep"
+    made = rollouts(cluster)
+    with pytest.raises(PdclusterError, match="node p1: it has no room"):
+        await made.sleep(0.0)
+    assert [name for name, each in cluster.by_name.items() if each.state == "ready"] == ["p1"]
+    cluster.bad = {"d0": "load"}
+    with pytest.raises(PdclusterError, match="node d0: half a file; wake it again"):
+        await made.wake()
+    assert [name for name, each in cluster.by_name.items() if each.state != "ready"] == ["d0"]
+
+
+async def test_nodes_that_sleep_load_all_at_once() -> None:
+    cluster = two_and_two()
+    made = rollouts(cluster)
+    await made.sleep(0.0)
+    await ended(made.load(WeightsRollout("/b", "tuned", max_unavailable=0)))
+    assert set(cluster.served().values()) == {"tuned@1"}
+    await made.sleep(0.0)
+    await ended(made.load(WeightsRollout("/c", "third")))  # one at a time: no other one has to take work
+    assert set(cluster.served().values()) == {"third@2"}
+    assert {each.state for each in cluster.by_name.values()} == {"ready"}
+
+
+async def test_a_node_gives_its_memory_back_before_it_loads_and_wakes_where_it_cannot() -> None:
+    cluster = two_and_two()
+    made = rollouts(cluster)
+    cluster.bad["d0"] = "sleep"
+    with pytest.raises(PdclusterError, match="node d0: it has no room"):
+        await ended(made.load(WeightsRollout("/b", "tuned", releases_first=True)))
+    del cluster.bad["d0"]
+    steps = await ended(made.load(WeightsRollout("/b", "tuned", releases_first=True)))
+    assert set(cluster.served().values()) == {"tuned@1"} and ("p0", "sleeping") in {(s.node, s.stage) for s in steps}
+    orders = [type(order) for name, order in cluster.orders if name == "p1"]
+    assert orders == [SleepNode, PrepareWeights, SwitchWeights]
+
+
+async def test_a_node_that_slept_for_a_load_that_fails_has_what_it_had() -> None:
+    cluster = two_and_two()
+    made = rollouts(cluster)
+    with pytest.raises(PdclusterError, match="no such source"):
+        await ended(made.load(WeightsRollout("/none", "tuned", releases_first=True)))
+    assert set(cluster.served().values()) == {"base@0"}
+    assert {each.state for each in cluster.by_name.values()} == {"ready"}
