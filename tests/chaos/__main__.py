@@ -11,11 +11,12 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.chaos.changes import AbortWindows, TrainerProcess, WeightsChanger
 from tests.chaos.cluster import NATIVE, ROOT, ChaosCluster, ClusterShape, lease_flags
 from tests.chaos.faults import FAULTS, FaultMaker
 from tests.chaos.load import LIMIT_S, ChaosLoad, LoadReport, requests_of
 from tests.chaos.scenarios import SCENARIOS, run_scenario
-from tests.chaos.weights import WEIGHTS_KIND, WeightsChanger, WeightsLoad, WeightsOracle
+from tests.chaos.weights import WEIGHTS_KIND, WeightsLoad, WeightsOracle
 from tests.harness.models.weight_versions import make_versions
 
 
@@ -38,7 +39,9 @@ def arguments() -> argparse.Namespace:
         "--rolling", type=Path, nargs="?", const=ROOT, metavar="DIR",
         help="instead of faults: restart every process in turn with this code, at first from the checkout in DIR",
     )  # fmt: skip
-    parser.add_argument("--weights", action="store_true", help="weights that change, and kills while they do")
+    parser.add_argument(
+        "--weights", action="store_true", help="weights that change by loads and pushes, in pauses too, and kills"
+    )
     parser.add_argument("--scenario", choices=["all", *SCENARIOS], help="named faults instead of drawn ones")
     parser.add_argument("--times", type=int, default=5, help="how often each scenario runs")
     parser.add_argument("--logs", type=Path, help="folder for the processes' logs; default: a temporary one")
@@ -108,18 +111,19 @@ async def changing_weights(given: argparse.Namespace, seed: int, folder: Path) -
         print(f"{time.monotonic() - began:7.1f} s  {what}", flush=True)
 
     tell(f"seed {seed}; logs in {folder}")
-    sources = [("base", ""), ("tuned", str(directories["tuned"])), ("third", str(directories["third"]))]
-    async with ChaosCluster(shape, folder) as cluster:
-        load = WeightsLoad(cluster, WeightsOracle(directories), seed)
+    async with TrainerProcess(folder / "trainer.log") as trainer, ChaosCluster(shape, folder) as cluster:
+        aborts = AbortWindows()
+        load = WeightsLoad(cluster, WeightsOracle(directories), aborts, seed)
         clients = asyncio.create_task(load.run(given.clients))
-        changer = WeightsChanger(cluster, sources, seed, tell)
-        await changer.run(given.minutes * 60.0, kills=given.faults != "none")
+        changer = WeightsChanger(cluster, trainer, directories, aborts, tell)
+        await changer.run(given.minutes * 60.0, seed, kills=given.faults != "none")
         load.end()
         await clients
         await cluster.until_ready()
-        left = await cluster.until_idle()
+        left = [*await changer.end(), *await cluster.until_idle()]
         await load.close()
-    tell(", ".join(f"{count} {kind}" for kind, count in sorted(changer.counts.items())))
+    for what, counts in (*changer.counts.items(), ("aborted by a pause, right so far", load.aborted)):
+        tell(f"{what}: " + (", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "none"))
     return judged(load.report, left, tell, seed)
 
 

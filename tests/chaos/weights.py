@@ -1,5 +1,5 @@
-"""Weights that change under load and kills: A, B, A and so on. Each answer says which weights made which tokens, and
-every range is compared with what transformers computes with them, in float32."""
+"""A load while weights change. Each answer says which weights made which tokens, and every range is compared with what
+transformers computes with them, in float32."""
 
 from __future__ import annotations
 
@@ -13,21 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 
 from pdcluster.core.sampling import Sampling
-from pdcluster.rpc import admin_pb2 as pb
+from tests.chaos.changes import PUSHED, AbortWindows
 from tests.chaos.cluster import ChaosCluster, ChildProcess, NodeKind
-from tests.chaos.faults import Tell
 from tests.chaos.load import LIMIT_S, AnswerFailed, LoadReport, NotAccepted
 from tests.harness.models.weight_versions import network
 
 WEIGHTS_KIND = NodeKind(flags=("--dtype", "float32", "--threads", "1", "--set=node.kv.memory_bytes=64MiB"))
 # A token is right when its logit, or its border in the sum of shares, is that close. Versions differ by far more.
 NEAR, NEAR_SHARE = 1e-3, 1e-5
-STAGES = ("loading", "ending", "serving")
-ROLL_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -38,9 +34,13 @@ class Ranged:
     ranges: tuple[tuple[int, int, str], ...]
     reason: str
 
+    @property
+    def is_aborted(self) -> bool:
+        return self.reason == "abort"
+
 
 class WeightsOracle:
-    """What each version makes of a prompt and the tokens before, by its label."""
+    """What each version makes of a prompt and the tokens before, by its label. A pushed one has a number behind that."""
 
     def __init__(self, directories: dict[str, Path]) -> None:
         self._directories = directories
@@ -52,11 +52,13 @@ class WeightsOracle:
         ends = [0, *(end for _, end, _ in answer.ranges)]
         if [first for first, _, _ in answer.ranges] != ends[:-1] or ends[-1] != len(answer.tokens):
             return f"ranges {answer.ranges} of {len(answer.tokens)} tokens"
-        if len(answer.tokens) != body["max_tokens"]:
+        is_short = answer.is_aborted and len(answer.tokens) < body["max_tokens"]
+        if len(answer.tokens) != body["max_tokens"] and not is_short:
             return f"{len(answer.tokens)} tokens ({answer.reason}) instead of {body['max_tokens']}"
-        for first, end, label in answer.ranges:
+        for first, end, version in answer.ranges:
+            label = version.partition(PUSHED)[0]
             if label not in self._directories:
-                return f"unknown weights {label!r}"
+                return f"unknown weights {version!r}"
             wrong = self._wrong(label, body, answer.tokens, first, end)
             if wrong is not None:
                 return f"token {wrong} is none of {label}; ranges {answer.ranges}, tokens {answer.tokens}"
@@ -101,12 +103,12 @@ def is_near(logits: Any, row: Any, token: int) -> bool:
 class WeightsLoad:
     """Clients whose requests may go on with other weights. Used like ChaosLoad."""
 
-    def __init__(self, cluster: ChaosCluster, oracle: WeightsOracle, seed: int) -> None:
-        self._cluster, self._oracle = cluster, oracle
+    def __init__(self, cluster: ChaosCluster, oracle: WeightsOracle, aborts: AbortWindows, seed: int) -> None:
+        self._cluster, self._oracle, self._aborts = cluster, oracle, aborts
         self._chance = random.Random(seed)
         self.report = LoadReport()
-        # Answers by the weights that made them.
-        self.made: Counter[str] = Counter()
+        # Answers that a pause ended with what they had.
+        self.aborted: Counter[str] = Counter()
         self._is_over = asyncio.Event()
         self._client = cluster.edges.client(timeout=httpx.Timeout(LIMIT_S), limits=httpx.Limits(max_connections=None))
 
@@ -156,12 +158,15 @@ class WeightsLoad:
             return
         report.slowest_s = max(report.slowest_s, time.monotonic() - started)
         fault = await asyncio.to_thread(self._oracle.faults, body, answer)
+        if not fault and answer.is_aborted and not self._aborts.has_one_since(started):
+            fault = f"aborted without a pause that does so, with {len(answer.tokens)} tokens"
         if fault:
             report.wrong.append(f"{label}: {fault}")
+        elif answer.is_aborted:
+            self.aborted["with tokens" if answer.tokens else "before the first token"] += 1
         else:
-            kind = " then ".join(range_label for _, _, range_label in answer.ranges)
             report.num_right += 1
-            report.by_kind[kind] += 1
+            report.by_kind[" then ".join(_way(version) for _, _, version in answer.ranges)] += 1
 
     async def _answer(self, router: ChildProcess, body: dict[str, Any]) -> Ranged:
         if not body["stream"]:
@@ -195,73 +200,7 @@ def _ranged(tokens: Sequence[int], reason: str, usage: dict[str, Any]) -> Ranged
     return Ranged(tuple(tokens), ranges, reason)
 
 
-class WeightsChanger:
-    """Rolls out one version after the other, and kills a process while it does, drawn by the seed."""
-
-    def __init__(self, cluster: ChaosCluster, sources: Sequence[tuple[str, str]], seed: int, tell: Tell) -> None:
-        """sources: (label, source), changed to in turn."""
-        self._cluster, self._sources, self._tell = cluster, list(sources), tell
-        self._chance = random.Random(seed)
-        self.counts: Counter[str] = Counter()
-
-    async def run(self, seconds: float, *, kills: bool = True) -> None:
-        until, turn = time.monotonic() + seconds, 0
-        while time.monotonic() < until:
-            turn += 1
-            label, source = self._sources[turn % len(self._sources)]
-            await self._change(label, source, kills=kills and self._chance.random() < 0.7)
-            await asyncio.sleep(self._chance.uniform(0.2, 2.0))
-
-    async def _change(self, label: str, source: str, *, kills: bool) -> None:
-        """Roll out, again after each failure, until it is done."""
-        chance = self._chance
-        request = pb.LoadWeightsRequest(
-            source=source,
-            label=label,
-            max_unavailable=chance.choice((1, 1, 2, 0)),
-            finish_s=chance.choice((0.0, 0.5, 20.0)),
-        )
-        victim = chance.choice(self._cluster.all()) if kills else None
-        stage, later_s = chance.choice(STAGES), chance.uniform(0.0, 2.0)
-        self.counts["rollouts"] += 1
-        told = f", {victim.name} killed at {stage}" if victim else ""
-        self._tell(f"{label} at {request.max_unavailable}, {request.finish_s:g} s to end{told}")
-        killing: asyncio.Task[None] | None = None
-        deadline = time.monotonic() + ROLL_S
-        while True:
-            try:
-                async for progress in self._progress(request):
-                    if victim is not None and killing is None and progress.stage == stage:
-                        self.counts[f"{victim.name.partition('-')[0]} killed at {stage}"] += 1
-                        killing = asyncio.create_task(self._kill(victim, later_s))
-                break
-            except (grpc.aio.AioRpcError, OSError) as error:
-                details = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-                self.counts["rollouts stopped"] += 1
-                if time.monotonic() > deadline:
-                    raise AssertionError(f"the rollout of {label} did not end: {details}") from error
-                await asyncio.sleep(0.5)
-        if killing is not None:
-            await killing
-
-    async def _progress(self, request: pb.LoadWeightsRequest):
-        router = next((each for each in self._cluster.routers.values() if each.is_running and each.is_ready), None)
-        if router is None:
-            raise OSError("no router runs")
-        async with self._cluster.admin(router) as stub:
-            async for progress in stub.LoadWeights(request, timeout=ROLL_S):
-                yield progress
-
-    async def _kill(self, victim: ChildProcess, later_s: float) -> None:
-        await victim.kill()
-        await asyncio.sleep(later_s)
-        deadline = time.monotonic() + ROLL_S
-        while True:
-            try:
-                await self._cluster.restart(victim)
-                return
-            except AssertionError:  # refused; whoever supervises it starts it again
-                if time.monotonic() > deadline:
-                    raise
-                self.counts["starts refused"] += 1
-                await asyncio.sleep(1.0)
+def _way(version: str) -> str:
+    """The weights without the number of the push."""
+    content, pushed, _ = version.partition(PUSHED)
+    return f"{content} (pushed)" if pushed else content
