@@ -168,7 +168,8 @@ def test_a_node_with_vllm_gets_gpus_shared_memory_and_a_grace_to_end_its_process
 def test_a_node_of_our_own_engine_has_nothing_of_vllms() -> None:
     spec = pod(rendered(pool()), "pd-gpu")
     assert "shm" not in {each["name"] for each in spec["volumes"]} and "--" not in spec["containers"][0]["args"]
-    assert not [name for name in settings_of(spec["containers"][0]) if "vllm" in name or name == "node.engine"]
+    settings = settings_of(spec["containers"][0])
+    assert settings["node.engine"] == "native" and not [name for name in settings if "vllm" in name]
 
 
 def test_a_policy_lets_the_cluster_reach_every_port_that_ucx_may_take() -> None:
@@ -324,6 +325,39 @@ def test_a_job_fills_the_claim_and_nodes_wait_for_it() -> None:
     assert "HF_TOKEN" not in str(node)
     assert node["initContainers"][0]["args"][-2:] == ["/model/a/tiny", "900"]
     assert {"name": "model", "persistentVolumeClaim": {"claimName": "models", "readOnly": True}} in node["volumes"]
+
+
+WEIGHTS = {"weights": {"label": "tuned", "source": "/model/tuned: 1 # x", "canaryPercent": 12.5, "releaseFirst": True}}
+ADMIN = {"auth": {"adminToken": {"existingSecret": "admin"}}}
+
+
+def test_a_job_rolls_other_weights_out() -> None:
+    objects = rendered({**WEIGHTS, **ADMIN})
+    (name, job), *rest = named(objects, "Job").items()
+    spec = job["spec"]["template"]["spec"]
+    (weights,) = spec["containers"]
+    assert not rest and weights["args"][:3] == ["pdctl", "weights", "load"]
+    assert weights["args"][3:] == [
+        "--admin=pd-admin:50052", "--token-file=/etc/pdcluster/admin/admin-token", "--label=tuned",
+        "--max-unavailable=1", "--canary=12.5%", "--release-first", "--", "/model/tuned: 1 # x",
+    ]  # fmt: skip
+    (same,) = named(rendered({**WEIGHTS, **ADMIN, "router": {"replicas": 5}}), "Job")
+    (other,) = named(rendered({"weights": {**WEIGHTS["weights"], "label": "tuned-2"}, **ADMIN}), "Job")
+    assert same == name != other
+    assert not named(rendered(ADMIN), "Job")
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({**ADMIN, "weights": {"label": "tuned"}}, "weights.source is empty"),
+        (WEIGHTS, "needs the Admin of the routers"),
+        ({**WEIGHTS, **ADMIN, "router": {"tls": {"existingSecret": "tls"}}}, "has no CA"),
+        ({**ADMIN, "weights": {"label": "no label", "source": "/m"}}, "label"),
+    ],
+)
+def test_weights_that_no_job_could_load_are_refused(values: Values, reason: str) -> None:
+    assert reason in refusal(values)
 
 
 def test_another_job_has_another_name() -> None:

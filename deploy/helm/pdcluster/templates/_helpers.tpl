@@ -251,6 +251,17 @@ or leave {{ join ", " .surfaces }} open to every pod that gets there:
 {{/* Fails with the way out where values contradict each other. */}}
 {{- define "pdcluster.check" -}}
 {{- include "pdcluster.checkSecrets" . -}}
+{{- if .Values.weights.label -}}
+{{- if not .Values.weights.source -}}
+{{- fail (printf "weights.label is %s and weights.source is empty; say where nodes find these weights" .Values.weights.label) -}}
+{{- end -}}
+{{- if not (include "pdcluster.isReached" (dict "root" . "surface" "admin")) -}}
+{{- fail "weights.label needs the Admin of the routers; set auth.adminToken.existingSecret" -}}
+{{- end -}}
+{{- if .Values.router.tls.existingSecret -}}
+{{- fail "weights.label and router.tls are set, but the Job has no CA to check the routers by; load weights with pdctl weights load --ca" -}}
+{{- end -}}
+{{- end -}}
 {{- $sources := list -}}
 {{- $fill := .Values.model.pvc.fill.enabled -}}
 {{- if $fill -}}

@@ -193,6 +193,51 @@ volumes:
   - {name: model, persistentVolumeClaim: {claimName: {{ toJson .Values.model.pvc.claim }}}}
 {{- end -}}
 
+{{/* Has nodes serve other weights, as an operator would. */}}
+{{- define "pdcluster.weightsPod" -}}
+{{ include "pdcluster.podBase" (dict "root" . "places" dict) }}
+restartPolicy: OnFailure
+containers:
+  - name: weights
+    image: {{ include "pdcluster.image" (dict "root" . "name" .Values.image.router) }}
+    imagePullPolicy: {{ .Values.image.pullPolicy }}
+    args:
+      - pdctl
+      - weights
+      - load
+      - --admin={{ include "pdcluster.name" . }}-admin:50052
+      {{- if .Values.auth.adminToken.existingSecret }}
+      - --token-file=/etc/pdcluster/admin/{{ .Values.auth.adminToken.key }}
+      {{- end }}
+      - --label={{ .Values.weights.label }}
+      - --max-unavailable={{ int64 .Values.weights.maxUnavailable }}
+      {{- with .Values.weights.canaryPercent }}
+      - --canary={{ . }}%
+      {{- end }}
+      {{- if .Values.weights.releaseFirst }}
+      - --release-first
+      {{- end }}
+      - --
+      - {{ toJson .Values.weights.source }}
+    env:
+      {{- include "pdcluster.env" . | nindent 6 }}
+    resources:
+      requests: {cpu: 10m, memory: 64Mi}
+      limits: {memory: 256Mi}
+    securityContext:
+      {{- include "pdcluster.containerSecurity" (dict) | nindent 6 }}
+    volumeMounts:
+      - {name: cache, mountPath: /cache}
+      {{- if .Values.auth.adminToken.existingSecret }}
+      - {name: admin, mountPath: /etc/pdcluster/admin, readOnly: true}
+      {{- end }}
+volumes:
+  - {name: cache, emptyDir: {sizeLimit: 64Mi}}
+  {{- with .Values.auth.adminToken.existingSecret }}
+  - {name: admin, secret: {secretName: {{ toJson . }}, defaultMode: 288}}
+  {{- end }}
+{{- end -}}
+
 {{- define "pdcluster.bootstrapPod" -}}
 {{- $own := dict "bootstrap.listen" (printf "%s:8998" (include "pdcluster.anyHost" .)) "bootstrap.lease_s" .Values.bootstrap.leaseSeconds -}}
 {{- $_ := set $own "bootstrap.health" (printf "%s:8080" (include "pdcluster.anyHost" .)) -}}
