@@ -356,7 +356,7 @@ def test_a_job_rolls_other_weights_out() -> None:
         ({**ADMIN, "weights": {"label": "no label", "source": "/m"}}, "label"),
     ],
 )
-def test_weights_that_no_job_could_load_are_refused(values: Values, reason: str) -> None:
+def test_weights_that_no_job_could_load_are_refused(values: dict[str, object], reason: str) -> None:
     assert reason in refusal(values)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pdcluster.bootstrap.card import NodeCard
 from pdcluster.core.messages import Load, PathLoad
 from pdcluster.cost.cost import DecodeCost, PrefillCost
 from pdcluster_router.cluster.node_table import NodeTable
@@ -41,6 +42,7 @@ class NodeCollector(Collector):
         yield _family(
             "slots_used", "Rows and reservations taken.", nodes, lambda node: node.load.slots_used if node.load else 0
         )
+        yield _weights(self._cluster.listed())
         yield _pages(nodes)
         yield _costs(
             nodes, "cost_samples", "Steps that the node's cost model was fitted to.", lambda half: half.samples
@@ -80,6 +82,20 @@ def _family(name: str, help_text: str, nodes: tuple[NodeView, ...], value: Calla
     family = GaugeMetricFamily(f"pdcluster_node_{name}", help_text, labels=LABELS)
     for node in nodes:
         family.add_metric((node.name, node.role), value(node))
+    return family
+
+
+def _weights(cards: Sequence[NodeCard]) -> Metric:
+    """Of each node, so that what it counts can be joined with them."""
+    family = GaugeMetricFamily(
+        "pdcluster_node_weights",
+        "1 for the weights of each node, by label and epoch; 0 while it sleeps and has none in memory.",
+        labels=(*LABELS, "label", "epoch"),
+    )
+    for card in cards:
+        family.add_metric(
+            (card.node, card.role, card.weights_label, str(card.weights_epoch)), 0.0 if card.sleeping else 1.0
+        )
     return family
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pdcluster.bootstrap.card import NodeCard
 from pdcluster.core import messages as m
 from pdcluster.core.errors import NodeLost
 from pdcluster_router.cluster.legs import Ledger
@@ -59,6 +60,10 @@ class FakeCluster:
     dead: set[str] = field(default_factory=set)
     deaf: set[str] = field(default_factory=set)
     num_refused_hashes: int = 0
+    known: list[NodeCard] = field(default_factory=list)
+
+    def listed(self) -> list[NodeCard]:
+        return self.known
 
     def view(self) -> ClusterView:
         return ClusterView(tuple(node for node in self.nodes if node.name not in self.dead))

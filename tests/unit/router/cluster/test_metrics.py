@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from scripted_cluster import EMPTY_LOAD, FakeCluster, make_node
 
+from pdcluster.bootstrap.card import NodeCard
+from pdcluster.core import messages as m
 from pdcluster.core.messages import PathLoad
 from pdcluster.cost.cost import CostError, DecodeCost, NodeCost, PrefillCost
+from pdcluster.kv.layout import Fingerprint, KVLayout
 from pdcluster_router.cluster.metrics import MAX_PATHS, NodeCollector
 from pdcluster_router.cluster.view import NodeView
 
@@ -33,6 +38,18 @@ def test_bandwidth_choice_and_breaker_of_every_path_and_what_failed_by_reason() 
     assert value("failed_writes_total", node="p0", role="prefill", reason="lost") == 4
     assert value("pulls_total", node="p0", role="prefill", reason="expired") == 1
     assert value("resent_chunks_total", node="p0", role="prefill", reason="other_path") == 2
+
+
+def test_each_node_says_its_weights_and_whether_it_sleeps() -> None:
+    layout = KVLayout(1, 1, 1, 32, "bfloat16")
+    fingerprint = Fingerprint("m", "A", m.PROTOCOL_VERSION, 32, layout)
+    card = NodeCard("p0", "p0-1", "prefill", "p0:1", "m", fingerprint, 1, 1, 1, weights_label="tuned", weights_epoch=3)
+    asleep = dataclasses.replace(card, node="d0", role="decode", sleeping=True)
+    registry = CollectorRegistry()
+    registry.register(NodeCollector(FakeCluster([], known=[card, asleep])))  # type: ignore[arg-type]
+    labels = {"label": "tuned", "epoch": "3"}
+    assert registry.get_sample_value("pdcluster_node_weights", {"node": "p0", "role": "prefill", **labels}) == 1
+    assert registry.get_sample_value("pdcluster_node_weights", {"node": "d0", "role": "decode", **labels}) == 0
 
 
 def paths_of(name: str, bytes_s: float) -> tuple[PathLoad, ...]:
