@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 # For a holder's answer.
 OFFER_S = 10.0
+# For the bootstraps to tell of a holder's new boot, and how often to ask them.
+FIND_S, FIND_LOOK_S = 5.0, 0.05
 # Time for a sender that is stopped to end.
 STOP_S = 5.0
 MAX_SENDERS = 8
@@ -63,6 +66,8 @@ class _Fetch:
         self.holder = holder
         self.answers: SimpleQueue[WeightsOffer | str] = SimpleQueue()
         self.receiver: WeightsReceiver | None = None
+        # Before it said what it has.
+        self.is_gone = False
 
     def fail(self, reason: str) -> None:
         self.answers.put(reason)
@@ -110,6 +115,7 @@ class WeightsExchange:
     def node_gone(self, peer: Peer) -> None:
         for fetch in list(self._fetches.values()):
             if fetch.holder == peer:
+                fetch.is_gone = fetch.receiver is None
                 fetch.fail(f"node {peer.node}, which gave the weights, is gone")
 
     def image_of(self, version: WeightsVersion) -> WeightImage | None:
@@ -206,23 +212,38 @@ class WeightsExchange:
         return receiver is not None
 
     def fetch(self, message: PrepareWeights) -> WeightImage:
-        """Blocks until the weights are here, from the node that the source names. Raises PdclusterError."""
-        name = holder_of(message.source) or ""
+        """Blocks until the weights are here, from the node that the source names. Raises PdclusterError.
+
+        A holder that has just gone over to them is another boot, which this node hears of a moment later.
+        """
+        name, until = holder_of(message.source) or "", time.monotonic() + FIND_S
         if self.intake is None:
             raise ModelError(f"node {self._me.node} takes no weights from other nodes")
-        holder = self.intake.find(name) if name != self._me.node else None
-        if holder is None:
-            raise ModelError(f"node {name or '(none)'} is not known as one that has the weights {message.version}")
-        fetch, nonce = _Fetch(Peer(holder.node, holder.incarnation)), secrets.randbits(63)
+        while True:
+            holder = self.intake.find(name) if name != self._me.node else None
+            is_over = time.monotonic() >= until or name == self._me.node or self._stop_reason
+            if holder is not None:
+                fetch = _Fetch(Peer(holder.node, holder.incarnation))
+                try:
+                    return self._fetch(fetch, holder, message.version)
+                except TransferError:
+                    if is_over or not fetch.is_gone:
+                        raise
+            elif is_over:
+                raise ModelError(f"node {name or '(none)'} is not known as one that has the weights {message.version}")
+            time.sleep(FIND_LOOK_S)
+
+    def _fetch(self, fetch: _Fetch, holder: Endpoint, version: WeightsVersion) -> WeightImage:
+        nonce = secrets.randbits(63)
         self._fetches[nonce] = fetch
         try:
-            self._post(lambda: self._outbox.message(holder, FetchWeights(nonce, message.version)))
-            tensors = self._offered(fetch, name)
+            self._post(lambda: self._outbox.message(holder, FetchWeights(nonce, version)))
+            tensors = self._offered(fetch, holder.node)
 
             def opened(receiver: WeightsReceiver) -> None:
                 fetch.receiver, target = receiver, receiver.target
                 self._fetches[target.nonce] = fetch
-                self._post(lambda: self._outbox.message(holder, TakeWeights(message.version, target)))
+                self._post(lambda: self._outbox.message(holder, TakeWeights(version, target)))
 
             return self.receive(fetch.holder, tensors, opened)
         finally:

@@ -123,7 +123,7 @@ class WeightsLoader:
         # What threads have for the loop's thread to do.
         self._posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
         # Replaces what is received now, once its thread has ended.
-        self._next: tuple[Peer, ReceiveWeights] | None = None
+        self._next: tuple[Peer, PrepareWeights | ReceiveWeights] | None = None
         self._is_receiving = False
         self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._state = L.IDLE
@@ -181,6 +181,8 @@ class WeightsLoader:
             self._state = LOADER[self._state, "drop"]
             self._free()
             self.load(router, message)
+        elif self._state is L.PREPARING and self._is_receiving and not self._is_wanted(message):
+            self._replace_received(router, message)
         elif not self._is_wanted(message):
             self._answer(router, message.number, self._in_hand())
         elif self._state is L.PREPARING and self._is_dropped:
@@ -221,11 +223,15 @@ class WeightsLoader:
             self._free()
             self._begin(router, wanted, message)
         elif self._state is L.PREPARING and self._is_receiving:
-            self.exchange.stop("another transfer of weights takes this one's place")
-            self._forget_next("another transfer of weights took its place")
-            self._next = router, message
+            self._replace_received(router, message)
         else:
             self._answer(router, number, self._in_hand())
+
+    def _replace_received(self, router: Peer, message: PrepareWeights | ReceiveWeights) -> None:
+        """A later order counts: whoever wrote these weights may be gone."""
+        self.exchange.stop(f"the weights {message.version} take the place of these")
+        self._forget_next(f"the weights {message.version} took their place")
+        self._next = router, message
 
     def commit(self, router: Peer, message: CommitWeights) -> None:
         """All bytes of what is received are written. Of weights that are here already, check that they are the same."""
@@ -373,7 +379,8 @@ class WeightsLoader:
             self._answer(router, number, error)
         following, self._next = self._next, None
         if following is not None:
-            self.receive(*following)
+            router, message = following
+            self.load(router, message) if isinstance(message, PrepareWeights) else self.receive(router, message)
 
     def close(self) -> None:
         """Free what is not taken over. A load that still runs has STOP_S to end. Idempotent."""

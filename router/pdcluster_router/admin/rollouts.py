@@ -156,10 +156,11 @@ class Rollouts:
             try:
                 while not task.done() or not news.empty():
                     getting = asyncio.ensure_future(news.get())
-                    await asyncio.wait([task, getting], return_when=asyncio.FIRST_COMPLETED)
-                    if getting.done():
-                        yield getting.result()
-                    else:
+                    try:
+                        await asyncio.wait([task, getting], return_when=asyncio.FIRST_COMPLETED)
+                        if getting.done():
+                            yield getting.result()
+                    finally:
                         getting.cancel()
                 await task
                 self._log.add("weights", roll.version.label, f"{roll.num_done} nodes serve epoch {roll.version.epoch}")

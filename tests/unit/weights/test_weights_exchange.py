@@ -54,8 +54,8 @@ class Boot:
 class Node:
     """A node's loader. answers: what routers were told."""
 
-    def __init__(self, network: Network, name: str, serving: tuple[WeightsVersion, WeightImage | None]) -> None:
-        self.me, self.outbox, self._network = Peer(name, f"{name}-1"), Outbox(), network
+    def __init__(self, network: Network, me: Peer, serving: tuple[WeightsVersion, WeightImage | None]) -> None:
+        self.me, self.outbox, self._network, name = me, Outbox(), network, me.node
         intake = ImageIntake(f"{name}:1", check, media, network.find)
         self.loader = WeightsLoader(self.me, self.outbox, prepare, intake, serving)
         self.answers: list[WeightsManaged] = []
@@ -79,8 +79,10 @@ class Network:
         self.lost: set[str] = set()
         self.num_lost = 0
 
-    def add(self, name: str, version: WeightsVersion = STARTED, image: WeightImage | None = None) -> Node:
-        self.nodes[name] = Node(self, name, (version, image))
+    def add(
+        self, name: str, version: WeightsVersion = STARTED, image: WeightImage | None = None, boot: int = 1
+    ) -> Node:
+        self.nodes[name] = Node(self, Peer(name, f"{name}-{boot}"), (version, image))
         return self.nodes[name]
 
     def find(self, name: str) -> Endpoint | None:
@@ -176,7 +178,10 @@ def test_a_node_takes_what_another_one_serves(network: Network) -> None:
         ("node:d0", "node d0 is not known"),
     ],
 )
-def test_weights_that_a_node_has_not_are_refused_by_name(network: Network, source: str, reason: str) -> None:
+def test_weights_that_a_node_has_not_are_refused_by_name(
+    network: Network, source: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_exchange, "FIND_S", 0.1)
     taker = network.add("d0")
     network.add("d1")
     taker.loader.load(ROUTER, PrepareWeights(3, TUNED, source))
@@ -190,11 +195,31 @@ def test_a_holder_that_does_not_answer_or_is_gone_ends_it(network: Network, monk
     taker.loader.load(ROUTER, PrepareWeights(3, TUNED, "node:p0"))
     assert network.answer_of(taker).error == "node p0 did not say within 0.3 s which weights it has"
     monkeypatch.setattr(weights_exchange, "OFFER_S", 10.0)
+    monkeypatch.setattr(weights_exchange, "FIND_S", 0.0)
     network.num_lost = 0
     taker.loader.load(ROUTER, PrepareWeights(4, TUNED, "node:p0"))
     network.until(lambda: network.num_lost)
     taker.loader.exchange.node_gone(holder.me)
     assert network.answer_of(taker).error == "node p0, which gave the weights, is gone"
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_holder_that_just_went_over_is_looked_for_until_its_new_boot_is_known(
+    network: Network, is_known: bool
+) -> None:
+    """Each node hears on its own that another one has a new boot. is_known: the boot before still is."""
+    taker = network.add("d0")
+    if is_known:
+        former = network.add("p0")
+        network.lost.add("p0")
+    taker.loader.load(ROUTER, PrepareWeights(3, TUNED, "node:p0"))
+    if is_known:
+        network.until(lambda: network.num_lost)
+        network.lost.clear()
+        former.loader.close()
+        taker.loader.exchange.node_gone(former.me)
+    network.add("p0", WeightsVersion("tuned", 1, "whole"), filled(), boot=2)
+    assert network.answer_of(taker).error == ""
 
 
 def test_a_trainer_pushes_and_pushes_again(network: Network) -> None:
@@ -221,6 +246,15 @@ def test_a_later_push_takes_the_place_of_one_that_was_left(network: Network) -> 
     assert answer.number == 2 and answer.target is not None and answer.target != left.target
     node.loader.commit(ROUTER, CommitWeights(3, TUNED, written(node, answer)))
     assert network.answer_of(node).error == ""
+
+
+def test_a_load_takes_the_place_of_a_push_that_was_left(network: Network) -> None:
+    """Its trainer died, or somebody wants other weights."""
+    node, other = network.add("p0"), WeightsVersion("other", 1)
+    receive(node)
+    network.answer_of(node)
+    node.loader.load(ROUTER, PrepareWeights(2, other, "/other"))
+    assert network.answer_of(node) == WeightsManaged(2, "", WeightsVersion("other", 1, "whole"))
 
 
 def test_a_push_is_dropped_and_a_commit_without_one_is_refused(network: Network) -> None:

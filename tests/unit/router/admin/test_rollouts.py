@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 
 import pytest
@@ -103,7 +104,7 @@ class Cluster:
         role = self.by_name[name].role
         num_away = sum(self.by_name[each].role == role for each in self.away)
         self.most_away[role] = max(self.most_away.get(role, 0), num_away)
-        await asyncio.sleep(0.01)
+        await (asyncio.Event().wait() if self.bad.get(name) == "hang" else asyncio.sleep(0.01))
         self.away.discard(name)
         if self.bad.get(name) == "switch":
             return
@@ -252,6 +253,21 @@ async def test_one_rollout_at_a_time_and_none_is_left_by_a_caller_who_goes() -> 
     assert not cluster.prepared and any(isinstance(order, DropWeights) for _, order in cluster.orders)
     await ended(made.load(WeightsRollout("/b", "tuned")))
     assert set(cluster.served().values()) == {"tuned@1"}
+
+
+async def test_a_caller_who_goes_while_nothing_happens_leaves_no_task() -> None:
+    cluster, complaints = two_and_two(), list[str]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
+    cluster.bad = dict.fromkeys(cluster.by_name, "hang")
+    calling = asyncio.create_task(ended(rollouts(cluster).load(WeightsRollout("/b", "tuned"))))
+    await asyncio.sleep(0.05)
+    assert cluster.away
+    calling.cancel()
+    await asyncio.wait({calling})
+    del calling  # and the frames that it has
+    await asyncio.sleep(0)
+    gc.collect()
+    assert complaints == []
 
 
 @pytest.mark.parametrize("at_once", [0, 1])
