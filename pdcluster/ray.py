@@ -15,6 +15,7 @@ import itertools
 import logging
 import secrets
 import socket
+import time
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
@@ -44,6 +45,7 @@ from pdcluster.launch.ray_args import (
     router_command,
 )
 from pdcluster.launch.ray_process import HEALTH_S, KILL_GRACE_S, LOOK_S, LOOK_WITHIN_S, ServedProcess
+from pdcluster.launch.ray_weights import RolloutArgs, WeightsRoller, read_rollout, rollout_command
 from pdcluster.launch.targets import Target, reachable, target_of
 from pdcluster.processes.listening import listening_place
 from pdcluster.processes.supervisor import Facts
@@ -78,6 +80,8 @@ NOT_PASSED_ON = frozenset(
 NOT_SENT_ON = NOT_PASSED_ON - {"x-request-id"}
 # Of Ray's own store, where the application's key is.
 KEPT_IN = b"pdcluster"
+# A replica that rolls out weights and is gone holds others up so long.
+TURN_S = 1800.0
 # Where Prometheus finds all processes, and a client the routers' own addresses, in labels that begin so.
 ADDRESSES, META = "/-/pdcluster", "__meta_pdcluster_"
 
@@ -109,6 +113,23 @@ def _cluster_key(application: str) -> str:
     return str(found.decode())
 
 
+def _take_turn(name: bytes, replica: bytes) -> bool:
+    """Whether no other replica has it. One that ends leaves it to those that look TURN_S later."""
+    own = replica + f" {time.time():.0f}".encode()
+    if not internal_kv._internal_kv_put(name, own, overwrite=False, namespace=KEPT_IN):
+        return True
+    found = internal_kv._internal_kv_get(name, namespace=KEPT_IN) or own
+    holder, _, since = found.partition(b" ")
+    if holder != replica and time.time() - float(since) < TURN_S:
+        return False
+    internal_kv._internal_kv_put(name, own, overwrite=True, namespace=KEPT_IN)
+    return True
+
+
+def _end_turn(name: bytes) -> None:
+    internal_kv._internal_kv_del(name, namespace=KEPT_IN)
+
+
 class ReplicaOfProcess:
     """What all replicas share: the process's life is the replica's.
 
@@ -117,6 +138,8 @@ class ReplicaOfProcess:
     """
 
     component: ClassVar[str]
+    # What user_config may have.
+    changeable: ClassVar[frozenset[str]] = frozenset(("settings",))
     # Labels for clients, by the fact of each.
     shown: ClassVar[Mapping[str, str]] = {}
 
@@ -126,8 +149,9 @@ class ReplicaOfProcess:
         self._settings: dict[str, Any] | None = None
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        if user_config.keys() - {"settings"}:
-            raise ConfigError(f"user_config has {', '.join(user_config)}; only settings can be changed by it")
+        if user_config.keys() - self.changeable:
+            allowed = " and ".join(sorted(self.changeable))
+            raise ConfigError(f"user_config has {', '.join(user_config)}; only {allowed} can be changed by it")
         settings = user_config.get("settings") or {}
         if settings == self._settings:
             return
@@ -162,6 +186,9 @@ class ReplicaOfProcess:
 
     async def __del__(self) -> None:
         """Ray calls and awaits it once when the replica goes: the process drains."""
+        roller: WeightsRoller | None = self.__dict__.get("_roller")
+        if roller is not None:
+            await roller.stop()
         process: ServedProcess | None = self.__dict__.get("process")
         if process is not None:
             await process.stop()
@@ -211,6 +238,7 @@ class RouterReplica(ReplicaOfProcess):
     """
 
     component = "router"
+    changeable = frozenset(("settings", "weights"))
     shown: ClassVar[Mapping[str, str]] = {"http": "address", "admin": "admin"}
 
     def __init__(self, args: dict[str, Any], bootstrap: Any, pools: dict[Role, Any]) -> None:
@@ -218,6 +246,24 @@ class RouterReplica(ReplicaOfProcess):
         own = serve.get_deployment_handle(ROUTER, self.replica.app_name)
         self._deployments = {ROUTER: own, BOOTSTRAP: bootstrap} | {NAMES[role]: pool for role, pool in pools.items()}
         self._client: aiohttp.ClientSession | None = None
+        name, turn = self.replica.replica_id.unique_id.encode(), f"{self.replica.app_name}/weights".encode()
+        self._roller = WeightsRoller(
+            self._rollout_of, partial(asyncio.to_thread, _take_turn, turn, name),
+            partial(asyncio.to_thread, _end_turn, turn),
+        )  # fmt: skip
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        wanted = read_rollout(user_config.get("weights"))
+        await super().reconfigure(user_config)
+        await self._roller.want(wanted)
+
+    def _rollout_of(self, wanted: RolloutArgs) -> tuple[str, ...] | None:
+        """The command that rolls weights out by this router; None while it has no address."""
+        facts = {} if self.process is None else self.process.last_facts
+        token_file = self.args.router.settings.get("router.admin_token_file")
+        if not facts.get("admin"):
+            return None
+        return rollout_command(wanted, str(facts["admin"]), None if token_file is None else str(token_file))
 
     async def begin(self, settings: dict[str, Any]) -> ServedProcess:
         process = ServedProcess(f"router-{self.replica.replica_id.unique_id}", self.args.ready_s)

@@ -6,6 +6,8 @@ import contextlib
 import itertools
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ import httpx
 import pytest
 from ray_cluster import DEPLOY_S, GONE_S, MODEL, RayCluster, wait_until
 
+from pdcluster.checkpoint.bundled import path as bundled_model
 from pdcluster.rpc import bootstrap_pb2 as pb
 from pdcluster.rpc import bootstrap_pb2_grpc as stubs
 
@@ -196,6 +199,29 @@ def test_a_redeploy_with_another_setting_loses_nothing(cluster: RayCluster) -> N
         )
         load.wait(20)
     assert {process.pid for process in cluster.nodes("prefill")} == before, "nothing else was started again"
+
+
+def test_other_weights_are_rolled_out_by_a_changed_value(
+    cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Under another label the same tensors: so the load's answers stay right."""
+    tuned = shutil.copytree(bundled_model(), tmp_path_factory.mktemp("weights") / "tuned")
+    before = {process.pid for role in ("prefill", "decode") for process in cluster.nodes(role)}
+    wish = {
+        "name": "Router",
+        "user_config": {"weights": {"label": "tuned", "source": str(tuned), "max_unavailable": 0}},
+    }
+    with Load(cluster) as load:
+        cluster.deploy(ONE, [wish])
+        wait_until(lambda: labels(cluster) == {"tuned"}, DEPLOY_S, lambda: str(labels(cluster)))
+        load.wait(5)
+    assert {process.pid for role in ("prefill", "decode") for process in cluster.nodes(role)} == before
+
+
+def labels(cluster: RayCluster) -> set[str]:
+    """Of the weights that nodes serve."""
+    text = httpx.get(f"http://{cluster.direct}/metrics", trust_env=False, timeout=10.0).text
+    return set(re.findall(r'^pdcluster_node_weights{.*label="([^"]+)".*} 1', text, re.MULTILINE))
 
 
 def test_pools_grow_and_shrink_by_what_the_router_predicts(cluster: RayCluster) -> None:

@@ -109,7 +109,7 @@ def test_busy_nodes_wait_while_another_of_their_pool_is_ready(cluster: ClusterVi
                 node.can_exchange(other)
                 for node in ready
                 for other in cluster.nodes
-                if other is not node and other.role != "prefill"
+                if other is not node and other.role != "prefill" and may_decode(other, query)
             )
 
 
