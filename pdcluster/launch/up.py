@@ -96,6 +96,7 @@ class Serving:
     grpc: str | None = None
     admin: str | None = None
     console: str | None = None
+    control: str | None = None
     # None: the router speaks no TLS.
     trust: TlsTrust | None = None
 
@@ -118,6 +119,7 @@ class Serving:
             f"\n{line}"
             for line, where in (
                 (f"console {self.scheme}://{self.console}/", self.console),
+                (f"control {self.scheme}://{self.control}", self.control),
                 (f"pdctl finds it after: export PDCTL_ADMIN={self.admin}{self._trusting}", self.admin),
             )
             if where is not None
@@ -196,13 +198,13 @@ class LocalCluster:
         host, port = parse_address(str(router["address"]))
         await self._wait_until_ready(host, port)
         model = str(nodes[0]["model"])
-        grpc, admin, console = (
-            None if router.get(name) is None else str(router[name]) for name in ("grpc", "admin", "console")
+        grpc, admin, console, control = (
+            None if router.get(name) is None else str(router[name]) for name in ("grpc", "admin", "console", "control")
         )
         names = tuple(plan.name for plan in self._nodes)
         self._write_targets({BOOTSTRAP: bootstrap, **dict(zip(names, nodes, strict=True)), ROUTER: router})
         seconds = time.monotonic() - began
-        return Serving(host, port, model, names, _transfer(nodes), seconds, grpc, admin, console, self._trust)
+        return Serving(host, port, model, names, _transfer(nodes), seconds, grpc, admin, console, control, self._trust)
 
     def _write_targets(self, facts: dict[str, Facts]) -> None:
         if self._config.targets is None:
@@ -388,6 +390,7 @@ class LocalCluster:
             ("grpc", "--grpc"),
             ("admin", "--admin"),
             ("console", "--console"),
+            ("control", "--control"),
             HEALTH_FLAG,
         )
         return Spec(ROUTER, argv, drain_s + KILL_GRACE_S, address_flags=addresses)

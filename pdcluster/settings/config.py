@@ -368,7 +368,9 @@ class RouterConfig(Section):
         cast("str | None", "127.0.0.1:50052"), address_or_none, "HOST:PORT of the Admin service; none: no Admin service"
     )
     tls_cert: Path | None = key(
-        None, path, "PEM file: the certificate of HTTP, gRPC, Admin and console, then its issuers'; default: no TLS"
+        None,
+        path,
+        "PEM file: the certificate of HTTP, gRPC, Admin, console and control, then its issuers'; default: no TLS",
     )
     tls_key: Path | None = key(None, path, "PEM file with its private key, which others must not read")
     admin_token_file: Path | None = key(
@@ -380,10 +382,16 @@ class RouterConfig(Section):
     console_hosts: tuple[str, ...] = key(
         (), host_names, "names by which browsers reach that page, besides localhost and addresses"
     )
+    control: str | None = key(
+        None,
+        address_or_none,
+        "HOST:PORT of HTTP calls for trainers: pauses, weights, sleep, with the admin token; none: no such calls",
+    )
     http_hosts: tuple[str, ...] = key(
         (),
         host_names,
-        "on loopback without tenants: names by which clients may reach the API, besides localhost",
+        "on loopback without tenants: names by which clients may reach the API, besides localhost; those of trainers "
+        "for router.control, where there is no admin token",
     )
     bootstrap: tuple[str, ...] = key(("127.0.0.1:8998",), addresses, "HOST:PORT[,HOST:PORT] of the bootstrap service")
     tokenizer: Path | None = key(
@@ -510,6 +518,8 @@ class RouterConfig(Section):
             yield Exposure("admin", "router.admin", self.admin, has_admin_token)
         if self.console is not None:
             yield Exposure("console", "router.console", self.console, has_admin_token)
+        if self.control is not None:
+            yield Exposure("control", "router.control", self.control, has_admin_token)
         if self.scaler is not None:
             yield Exposure("scaler", "router.scaler", self.scaler, self.scaler_token_file is not None)
 

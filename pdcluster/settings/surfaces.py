@@ -16,7 +16,7 @@ from pdcluster.core.address import is_loopback, parse_address
 from pdcluster.core.errors import ConfigError
 from pdcluster.settings.keys import joined
 
-SurfaceName = Literal["bootstrap", "links", "kv", "admin", "console", "scaler"]
+SurfaceName = Literal["bootstrap", "links", "kv", "admin", "console", "control", "scaler"]
 
 MAKE_SECRET: Final = "openssl rand -hex 32 makes one"
 _CLUSTER_KEY: Final = "cluster key"
@@ -27,6 +27,7 @@ SECRET_OF: Final[Mapping[SurfaceName, str]] = {
     "kv": _CLUSTER_KEY,
     "admin": "admin token",
     "console": "admin token",
+    "control": "admin token",
     "scaler": "scaler token",
 }
 # The flag that gives a process the secret.

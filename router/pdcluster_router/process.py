@@ -47,6 +47,7 @@ from pdcluster_router.cluster.metrics import IndexCollector, NodeCollector
 from pdcluster_router.cluster.models import ModelRegistry
 from pdcluster_router.cluster.node_table import NodeTable
 from pdcluster_router.console.child import console
+from pdcluster_router.control.serve import control_surface
 from pdcluster_router.core.kept_heap import keep_heap
 from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.core.tenants import Tenants, read_tenants
@@ -118,12 +119,15 @@ async def _serve(config: RouterConfig) -> int:
         scaler_address = await _serve_scaler(parts.pools, config, stack)
         admin_address = await _serve_admin(parts, me.node, health, config, stack)
         console_address = await stack.enter_async_context(console(config, admin_address, address, parts.front.tls))
+        surface = control_surface(parts.admin, config, parts.front.tls)
+        control_address = await stack.enter_async_context(surface)
         if config.auto_roles:
             await tasks.run(keep_roles(parts.admin, RoleController(RoleSettings())))
         collect_seldom()
         announce(
             config.ready_fd, address, name=me.node, grpc=grpc_address, admin=admin_address, health=health_address,
-            console=console_address, scaler=scaler_address, tls=parts.front.tls is not None,
+            console=console_address, control=control_address, scaler=scaler_address,
+            tls=parts.front.tls is not None,
         )  # fmt: skip
         scheme = "http" if parts.front.tls is None else "https"
         also = f" and grpc://{grpc_address}" if grpc_address else ""

@@ -66,6 +66,7 @@ LEVELS: dict[str, int] = {
     "pdcluster_router.admin": 18,
     "pdcluster_router.operate": 19,
     "pdcluster_router.console": 20,
+    "pdcluster_router.control": 20,
     "pdcluster_router.workers": 21,
     "pdcluster_router.process": 22,
     "pdcluster_router.pdctl": 22,

@@ -52,7 +52,7 @@ async def cluster(what: str, folder: Path) -> dict[str, Any]:
             return {"failed": failed, "logs": {name: processes.log_of(name) for name in failed}}
         own = (*("--bootstrap", address, "--mode", "remote", "--grpc", "none"), *router_flags(what, folder))
         router = processes.make("router", Path.cwd(), "pdcluster_router.cli", *own)
-        doors = ("http", "admin", "console", "scaler")
+        doors = ("http", "admin", "console", "control", "scaler")
         await router.start(*(word for name in doors for word in (f"--{name}", f"{HERE}:0")))
         reply = await complete(router.address)
         names = ("bootstrap", "prefill", "decode", "router")
@@ -66,7 +66,7 @@ async def cluster(what: str, folder: Path) -> dict[str, Any]:
 
 def router_flags(what: str, folder: Path) -> tuple[str, ...]:
     if what == "open":
-        return ("--insecure", "admin,console,scaler")
+        return ("--insecure", "admin,console,control,scaler")
     token = folder / "token"
     token.write_text(KEY[::-1] + "\n")
     token.chmod(0o600)
@@ -77,12 +77,13 @@ async def strangers(facts: dict[str, str]) -> dict[str, Any]:
     """What each surface of a router answers without a token."""
     async with httpx.AsyncClient(trust_env=False, timeout=60.0) as client:
         page = await client.get(f"http://{facts['console']}/api/node/decode")
+        call = await client.get(f"http://{facts['control']}/is_paused")
     pool = scaler.ScaledObjectRef(name="p", namespace="n", scalerMetadata={"role": "decode"})
     async with grpc.aio.insecure_channel(facts["admin"]) as channel:
         listed = await code_of(admin_stubs.AdminStub(channel).ListNodes(admin.ListNodesRequest(), timeout=20.0))
     async with grpc.aio.insecure_channel(facts["scaler"]) as channel:
         asked = await code_of(scaler_stubs.ExternalScalerStub(channel).IsActive(pool, timeout=20.0))
-    return {"console": page.status_code, "admin": listed, "scaler": asked}
+    return {"console": page.status_code, "control": call.status_code, "admin": listed, "scaler": asked}
 
 
 async def code_of(call: Any) -> str:

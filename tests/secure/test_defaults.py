@@ -65,7 +65,12 @@ def test_with_a_key_a_cluster_serves_beyond_loopback(tmp_path: Path) -> None:
     found = alone("keyed", tmp_path)
     assert found["reply"]["status"] == 200 and found["reply"]["mode"] == "remote", found
     assert found["reply"]["foreign"] == 200, "beyond loopback any host is answered: a gateway's"
-    assert found["strangers"] == {"console": 401, "admin": "UNAUTHENTICATED", "scaler": "UNAUTHENTICATED"}
+    assert found["strangers"] == {
+        "console": 401,
+        "control": 401,
+        "admin": "UNAUTHENTICATED",
+        "scaler": "UNAUTHENTICATED",
+    }
     assert not any("is open to everybody" in log for log in found["logs"].values())
     assert found["logs"]["router"].count("can be reached from other machines without an API key") == 1
 
@@ -74,7 +79,7 @@ def test_with_a_key_a_cluster_serves_beyond_loopback(tmp_path: Path) -> None:
 def test_what_is_left_open_by_name_serves_and_warns(tmp_path: Path) -> None:
     found = alone("open", tmp_path)
     assert found["reply"]["status"] == 200, found
-    assert found["strangers"] == {"console": 200, "admin": "OK", "scaler": "OK"}
+    assert found["strangers"] == {"console": 200, "control": 200, "admin": "OK", "scaler": "OK"}
     assert "bootstrap at 10.1.2.3:0 (bootstrap.listen) is open to everybody" in found["logs"]["bootstrap"]
     for surface in ("links", "kv"):
         assert re.search(rf"{surface} at 10\.1\.2\.3\S* \S+ is open to everybody", found["logs"]["decode"])
@@ -92,6 +97,7 @@ def test_up_for_everybody_listens_beyond_loopback_for_its_api_alone(tmp_path: Pa
     [
         (("--admin", "0.0.0.0:0"), "--admin-token-file", "admin"),
         (("--console", "[::]:0"), "--admin-token-file", "console"),
+        (("--control", "0.0.0.0:0"), "--admin-token-file", "control"),
         (("--set", "router.scaler=0.0.0.0:0"), "--scaler-token-file", "scaler"),
     ],
 )

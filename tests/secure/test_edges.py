@@ -46,7 +46,8 @@ class TlsRouter:
         replace(self.tenants, tenants_of(KEY), 0o600)
         self.router = RouterProcess(
             bootstrap, "--workers", "2", "--name", "router", "--tenants", str(self.tenants), "--tls-cert",
-            str(self.cert), "--tls-key", str(self.key), "--console", "127.0.0.1:0", trust=self.authority.trust,
+            str(self.cert), "--tls-key", str(self.key), "--console", "127.0.0.1:0", "--control", "127.0.0.1:0",
+            trust=self.authority.trust,
         )  # fmt: skip
 
     @cached_property
@@ -137,6 +138,16 @@ def test_the_console_speaks_tls_to_both_sides(edges: TlsRouter) -> None:
         body = {"model": edges.model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
         told = client.post(f"{url}/api/chat", json=body, headers={"x-api-key": KEY})
         assert told.status_code == 200 and "data: [DONE]" in told.text, told.text
+
+
+def test_calls_of_trainers_speak_tls(edges: TlsRouter) -> None:
+    address = edges.router.facts["control"]
+    with httpx.Client(verify=client_context(edges.authority.file), trust_env=False, timeout=60.0) as client:
+        assert client.post(f"https://{address}/pause").json() == {"status": "paused", "requests": 0}
+        assert client.get(f"https://{address}/is_paused").json() == {"is_paused": True}
+        assert client.post(f"https://{address}/resume").json()["was_paused"]
+        with pytest.raises(httpx.RemoteProtocolError):
+            client.get(f"http://{address}/is_paused")
 
 
 @pytest.mark.parametrize("way", ["said", "cut"])

@@ -324,7 +324,7 @@ class Connection(Protocol):
         version, url, headers = parser.get_http_version(), self._url, self._headers
         check_head(version, url, headers, self._bare_bytes)
         keeps_alive = parser.should_keep_alive() and not wants_other and not self._ends_soon
-        head = ParsedHead(method, path_of(url), headers, keeps_alive, version == "1.0")
+        head = ParsedHead(method, path_of(url), headers, keeps_alive, version == "1.0", url)
         exchange = Exchange(self, head, self._limits.id_prefix)
         self._parsing, self._url, self._headers = exchange, b"", {}
         self._bare_bytes = self._trailer_bytes = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pdcluster.api import sse
 from pdcluster.api.openai.replies import error_body
@@ -43,7 +43,12 @@ class ClientLeft(Cancelled):
     """The client left. Siblings may be cancelled with it."""
 
 
-def fail(exchange: Exchange, error: Exception, metrics: RouterMetrics) -> None:
+def fail(
+    exchange: Exchange,
+    error: Exception,
+    metrics: RouterMetrics,
+    body_of: Callable[[PdclusterError], bytes] = error_body,
+) -> None:
     """Answer with the error, once, and count it. Bugs are not shown to the client."""
     if isinstance(error, ClientLeft):
         exchange.status = error.http_status
@@ -59,19 +64,21 @@ def fail(exchange: Exchange, error: Exception, metrics: RouterMetrics) -> None:
         if not exchange.finished:
             exchange.status = error.http_status  # of what is counted: the client has read a 200
         log.warning("request %s failed after its first byte: %s", exchange.id, error)
-    answer_error(exchange, error)
+    answer_error(exchange, error, body_of)
 
 
-def answer_error(exchange: Exchange, error: PdclusterError) -> None:
+def answer_error(
+    exchange: Exchange, error: PdclusterError, body_of: Callable[[PdclusterError], bytes] = error_body
+) -> None:
     """A status before the first byte, the last event of a stream after it, nothing behind a complete answer."""
     if exchange.finished:
         return
     if exchange.started:
-        exchange.write(sse.error_event(error_body(error)), last=True)
+        exchange.write(sse.error_event(body_of(error)), last=True)
     else:
         if isinstance(error, RequestTooLarge | SlowRequest):
             exchange.keeps_alive = False
-        exchange.reply(error.http_status, error_body(error), JSON + _headers(error))
+        exchange.reply(error.http_status, body_of(error), JSON + _headers(error))
 
 
 def too_large(size: int, limit: int) -> RequestTooLarge:

@@ -67,6 +67,7 @@ class ParsedHead(msgspec.Struct, eq=False):
     """The head of one request.
 
     headers: names in lower case; of equal names the last one.
+    target: as it came, with the query.
     """
 
     method: str
@@ -74,6 +75,7 @@ class ParsedHead(msgspec.Struct, eq=False):
     headers: Mapping[bytes, bytes]
     keeps_alive: bool
     is_http_1_0: bool
+    target: bytes = b""
 
 
 class ChunkFraming(dict[int, bytes]):

@@ -26,6 +26,7 @@ from pdcluster.settings.config import LoadedSection, RouterConfig, set_library_e
 from pdcluster.telemetry.health import health_port
 from pdcluster.telemetry.log import resolve_format, writer_of
 from pdcluster_router.console.child import console
+from pdcluster_router.control.serve import control_surface
 from pdcluster_router.frontend.file_changes import FileChanges
 from pdcluster_router.frontend.health import RouterHealth
 from pdcluster_router.http.tls import ServerTls, server_tls
@@ -74,6 +75,7 @@ async def _serve(loaded: LoadedSection[RouterConfig]) -> int:
             await stack.enter_async_context(running(follow, "changes of certificates"))
         admin = await _serve_admin(config, fleet, name, health, stack, tls)
         console_address = await stack.enter_async_context(console(config, admin, http, tls))
+        control_address = await stack.enter_async_context(control_surface(fleet, config, tls))
         health_address = stack.enter_context(health_port(config.health, health.probes))
         await stack.enter_async_context(running(health.keep, "health"))
         specs = [
@@ -86,7 +88,7 @@ async def _serve(loaded: LoadedSection[RouterConfig]) -> int:
         if code is not None:
             announce(
                 config.ready_fd, http, name=name, grpc=grpc, admin=admin, workers=config.workers, health=health_address,
-                console=console_address, tls=tls is not None,
+                console=console_address, control=control_address, tls=tls is not None,
             )  # fmt: skip
             scheme = "http" if tls is None else "https"
             logger.info("router %s serves %s://%s with %d workers", name, scheme, http, config.workers)
@@ -175,6 +177,7 @@ def worker_spec(
         "router.grpc": grpc or "none",
         "router.admin": "none",
         "router.console": "none",
+        "router.control": "none",
         "router.health": "none",
         "router.scaler": loaded.config.scaler if worker.number == 0 and loaded.config.scaler else "none",
         "router.auto_roles": loaded.config.auto_roles and worker.number == 0,

@@ -76,12 +76,21 @@ class Up:
 
     @property
     def console(self) -> str:
-        """Where its page is; it is said right behind the ready line."""
+        """Where its page is."""
+        return self._url_of("console")
+
+    @property
+    def control(self) -> str:
+        """Where trainers call."""
+        return self._url_of("control")
+
+    def _url_of(self, name: str) -> str:
+        """It is said right behind the ready line."""
         deadline = time.monotonic() + READY_S
-        while not (said := [line for line in self.lines if line.startswith("console http")]):
+        while not (said := [line for line in self.lines if line.startswith(f"{name} http")]):
             assert time.monotonic() < deadline, self.output()
             time.sleep(0.02)
-        return said[0].removeprefix("console ")
+        return said[0].removeprefix(f"{name} ")
 
     def output(self) -> str:
         return "\n".join(self.lines)

@@ -149,7 +149,7 @@ async def test_bootstrap_and_router_keep_their_addresses_over_restarts() -> None
     found = cluster()
     assert found._bootstrap_spec().address_flags == (("address", "--listen"), ("health", "--health"))
     flags = [flag for _, flag in found._router_spec("a:1").address_flags]
-    assert flags == ["--http", "--grpc", "--admin", "--console", "--health"]
+    assert flags == ["--http", "--grpc", "--admin", "--console", "--control", "--health"]
 
 
 async def test_the_bundled_model_gets_a_small_pool_unless_a_size_or_a_model_is_given(tmp_path: Path) -> None:

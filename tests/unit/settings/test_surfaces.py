@@ -16,6 +16,7 @@ BEYOND = {
     "kv": ("node", {"node.transfer.host": "fd00::1"}),
     "admin": ("router", {"router.admin": "[::]:50052"}),
     "console": ("router", {"router.console": "gateway.example:8001"}),
+    "control": ("router", {"router.control": "[::]:8002"}),
     "scaler": ("router", {"router.scaler": "0.0.0.0:50053"}),
 }
 
@@ -73,7 +74,7 @@ def test_it_may_be_left_open_by_its_name_with_a_warning(surface: str) -> None:
 
 def test_a_name_that_is_no_surface_is_refused_with_the_list() -> None:
     for section in SECTIONS:
-        with pytest.raises(ConfigError, match="'kvs'; it takes bootstrap, links, kv, admin, console, scaler"):
+        with pytest.raises(ConfigError, match="'kvs'; it takes bootstrap, links, kv, admin, console, control, scaler"):
             load(SECTIONS[section], {f"{section}.insecure": "links, kvs"}, environ={})
     assert NodeConfig(insecure=("kv",)).insecure == ("kv",)
     assert load(NodeConfig, {"node.insecure": "kv,links,kv"}, environ={}).config.insecure == ("kv", "links")
@@ -83,7 +84,9 @@ def test_on_loopback_nothing_is_asked_for_and_nothing_said() -> None:
     configs = (
         BootstrapConfig(listen="[::1]:0"),
         NodeConfig(listen="127.9.9.9:0"),
-        RouterConfig(http="localhost:0", admin="[::1]:0", console="127.0.0.1:0", scaler="localhost:0"),
+        RouterConfig(
+            http="localhost:0", admin="[::1]:0", console="127.0.0.1:0", control="127.0.0.1:0", scaler="localhost:0"
+        ),
         UpConfig(),
     )
     assert not [line for config in configs for line in config.warnings()]

@@ -1,0 +1,1 @@
+"""HTTP calls of trainers, under the names of vLLM and SGLang."""
