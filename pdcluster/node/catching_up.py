@@ -27,24 +27,29 @@ class NewerWeights:
     source: str
 
 
-def newer_weights(cards: Iterable[NodeCard], own: NodeCard) -> list[NewerWeights]:
+def newer_weights(cards: Iterable[NodeCard], own: NodeCard, *, from_files: bool = False) -> list[NewerWeights]:
     """The newest version of the whole cluster, from each node that has it. One that gets a share of requests alone is
     tried out: the node stays with the others.
+
+    from_files: the node reads the files that the other has them from, not its memory.
     """
     others = [card for card in cards if card.node != own.node and card.weights_share >= 100.0]
     newest = max((card.weights_epoch for card in others), default=0)
-    return [
+    found = [
         NewerWeights(
-            PrepareWeights(0, card.weights_version, NODE_SOURCE + card.node), card.weights_share, card.weights_source
+            PrepareWeights(0, card.weights_version, card.weights_source if from_files else NODE_SOURCE + card.node),
+            card.weights_share,
+            card.weights_source,
         )
         for card in others
         if card.weights_epoch == newest > own.weights_epoch
     ]
+    return list(dict.fromkeys(found))
 
 
-def catch_up(agent: NodeAgent, control: NodeControl, own: NodeCard) -> NewerWeights | None:
+def catch_up(agent: NodeAgent, control: NodeControl, own: NodeCard, *, from_files: bool = False) -> NewerWeights | None:
     """Load what the cluster serves, and go over to it at once. None where the node's own weights serve."""
-    newer = newer_weights(agent.cards(CLUSTER_S), own)
+    newer = newer_weights(agent.cards(CLUSTER_S), own, from_files=from_files)
     for found in newer:
         if control.is_stopping:
             return None

@@ -251,7 +251,7 @@ class NodeControl:
         Raises what the side raises: the node is broken then.
         """
         try:
-            while not self._is_over():
+            while not self.is_over():
                 self._wait()
                 self.turn()
             self._links.outbox.flush(self._links.hub)
@@ -312,18 +312,26 @@ class NodeControl:
         self._leave_by, self._has_moved = self._clock() + self._drain_s, False
         self._links.standing.drain()
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
+        """Whether `run` returns."""
         if self._leave_by is None:
             return False
         is_late = self._has_moved and self._clock() >= self._leave_by
         if self._loader.is_switching:
             if is_late and not self._side.is_quiet:
                 self._stay(f"{self._side.num_open} requests or transfers did not end within {MOVE_S:g} s")
-            return self._leave_by is not None and self._side.is_quiet
+            return self._leave_by is not None and self._side.is_quiet and self._is_replaced()
         if is_late:
             logger.warning("the node ends although %d requests or transfers are not done", self._side.num_open)
             return True
         return self._side.is_idle or (self._side.is_stuck and not self._side.num_open)
+
+    def _is_replaced(self) -> bool:
+        """Whether the engine has what the next boot needs, and nothing runs. Where it cannot, this boot serves on."""
+        error = self._loader.replace()
+        if error:
+            self._stay(error)
+        return error == ""
 
     def _move_at_deadline(self) -> None:
         """Give what still runs at the deadline to other nodes, once, and leave transfers a little more time."""

@@ -43,8 +43,12 @@ from pdcluster.settings.config import NodeConfig
 from pdcluster.telemetry.health import health_port
 from pdcluster.telemetry.tracing import Tracer, open_tracer
 from pdcluster.transfer.backends.base import Peer
+from pdcluster.wire.sockets import WireSettings
 
 logger = logging.getLogger(__name__)
+
+# For ZMQ to give up the address of the boot before.
+REBIND_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,7 @@ class NextBoot:
     free: closes the engine where it is not opened.
     image: the weights' bytes, for other nodes, as long as the boot serves.
     broken: why it cannot be opened any more; "": it can.
+    replace: has an engine that is kept take the weights; without one there is nothing to wait for.
     """
 
     version: WeightsVersion
@@ -116,6 +121,7 @@ class NextBoot:
     source: str = ""
     image: WeightImage | None = None
     broken: Callable[[], str] = str
+    replace: Callable[[], str | None] = str
     ended: threading.Event = field(default_factory=threading.Event)
 
     def close(self) -> None:
@@ -177,7 +183,9 @@ def _serve_boot(
             "weights": card.weights_label, "weights_epoch": str(card.weights_epoch),
         }  # fmt: skip
         health.stage = "registering"
-        newer = catch_up(process.agent, control, card) if is_first and opened.intake is not None else None
+        newer = None
+        if is_first and opened.prepare is not None:
+            newer = catch_up(process.agent, control, card, from_files=opened.intake is None)
         if newer is None and not stop.has_come:
             _register(process, card, health_address)
         if is_first:
@@ -193,6 +201,11 @@ def _serve_boot(
     if following is not None and newer is not None:
         following = replace(following, source=newer.source)
     left = replace(process, role=standing.role, is_cordoned=standing.is_cordoned, num_boots=process.num_boots + 1)
+    return _before(left, card, loader, following), following
+
+
+def _before(left: NodeProcess, card: NodeCard, loader: WeightsLoader, following: NextBoot | None) -> NodeProcess:
+    """What the boot that follows this card's is told of weights."""
     if following is not None:
         left = replace(left, weights_source=following.source)
         if loader.share is not None:
@@ -200,7 +213,7 @@ def _serve_boot(
         if following.version.epoch != card.weights_epoch:
             former = FormerWeights(card.weights_label, card.weights, card.weights_source)
             left = replace(left, weights_former=former)
-    return left, following
+    return left
 
 
 def _register(process: NodeProcess, card: NodeCard, health_address: str | None) -> None:
@@ -281,6 +294,18 @@ def _open_process(config: NodeConfig, health: NodeHealth, stack: ExitStack, end_
         stack=stack,
         engine_stack=stack,
         end_stack=end_stack,
+    )
+
+
+def link_settings(process: NodeProcess) -> WireSettings:
+    """Of a boot's links."""
+    config = process.config
+    return WireSettings(
+        rebind_s=REBIND_S if process.num_boots else 0.0,
+        heartbeat_s=config.heartbeat_s,
+        lease_s=config.lease_s,
+        advertise_host=config.advertise,
+        cluster_keys=config.security.cluster_keys(),
     )
 
 

@@ -56,6 +56,13 @@ class PreparedBoot(Protocol):
         ...
 
     @property
+    def replace(self) -> Callable[[], str | None]:
+        """Has an engine that is kept take the weights. Called again and again while nothing runs: None: not yet; "":
+        this boot may end; else why the weights stay as they are.
+        """
+        ...
+
+    @property
     def ended(self) -> threading.Event:
         """Set once its engine is closed. Its ranks die with the thread that started them, so that lives on until
         then.
@@ -175,6 +182,8 @@ class WeightsLoader:
         if self._prepare is None:
             reason = f"the engine of node {self._node} loads no other weights while it runs; start a node with them"
             self._answer(router, message.number, reason)
+        elif holder_of(message.source) is not None and self.exchange.intake is None and not self._is_asleep:
+            self._answer(router, message.number, self._from_files_only())
         elif self._state is L.IDLE:
             self._begin(router, message)
         elif self._state is L.PREPARED and not self._is_wanted(message):
@@ -200,6 +209,12 @@ class WeightsLoader:
         self.exchange.begin()
         threading.Thread(target=self._run, args=(message, receives), name="weights", daemon=True).start()
 
+    def _from_files_only(self) -> str:
+        return (
+            f"the engine of node {self._node} takes no weights from the memory of trainers and nodes; write them to "
+            "files and load these with pdctl weights load"
+        )
+
     def _in_hand(self) -> str:
         return (
             f"node {self._node} has {self._wanted.version if self._wanted else 'other weights'} in hand; drop them "
@@ -211,7 +226,7 @@ class WeightsLoader:
         serving, number = self.exchange.serving[0], message.number
         wanted = PrepareWeights(number, message.version, NODE_SOURCE)
         if self._prepare is None or self.exchange.intake is None:
-            self._answer(router, number, f"the engine of node {self._node} takes no weights while it runs")
+            self._answer(router, number, self._from_files_only())
         elif (serving.label, serving.epoch) == (message.version.label, message.version.epoch):
             self._outbox.message(router, WeightsManaged(number, "", serving))
         elif self._state is L.IDLE:
@@ -346,6 +361,11 @@ class WeightsLoader:
             self._free()
         logger.warning("the weights stay as they are: %s", reason)
         self._answer(router, message.number, reason)
+
+    def replace(self) -> str | None:
+        """Whether this boot may end, in the words of PreparedBoot.replace."""
+        assert self._prepared is not None and self._state is L.SWITCHING
+        return self._prepared.replace()
 
     def take(self) -> PreparedBoot:
         """What the switch leads to. It belongs to the caller."""

@@ -44,6 +44,18 @@ SIGNATURES = {
     "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc": ["self", "method", "timeout", "args", "kwargs"],
     "vllm.v1.engine.async_llm:AsyncLLM.abort": ["self", "request_id", "internal"],
     "vllm.v1.engine.async_llm:AsyncLLM.shutdown": ["self", "timeout"],
+    "vllm.v1.engine.async_llm:AsyncLLM.reset_prefix_cache": ["self", "reset_running_requests", "reset_connector"],
+    "vllm.v1.engine.async_llm:AsyncLLM.compute_weight_checksums": ["self"],
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights": [
+        "self",
+        "weights_iterator",
+        "weights_path",
+        "is_checkpoint_format",
+    ],
+    "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.process_weights_after_loading": [
+        "self",
+        "layer",
+    ],
     "vllm.v1.metrics.loggers:StatLoggerBase.record": [
         "self",
         "scheduler_stats",
@@ -83,6 +95,11 @@ TEXTS = {
         'params.get("do_remote_decode")',
     ],
     f"{NIXL}.base_scheduler:NixlBaseConnectorScheduler.build_connector_meta": ["self._reqs_need_recv.clear()"],
+    # It says no while a block is in use, and forgets nothing then.
+    "vllm.v1.core.block_pool:BlockPool.reset_prefix_cache": ["if num_used_blocks != 1", "return False"],
+    # It goes on from what an earlier load began, unless that was closed.
+    "vllm.model_executor.model_loader.reload.layerwise:initialize_layerwise_reload": ["if info.can_load():"],
+    "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing": ["info.reset()"],
     "vllm.v1.engine.output_processor:OutputProcessor.abort_requests": ["self.external_req_ids.pop(request_id, [])"],
 }
 

@@ -47,7 +47,7 @@ from pdcluster.node.native.weights_source import (
     hold_beside,
     image_of,
 )
-from pdcluster.node.server import NextBoot, NodeProcess, OpenedEngine, new_incarnation, serve
+from pdcluster.node.server import NextBoot, NodeProcess, OpenedEngine, link_settings, new_incarnation, serve
 from pdcluster.node.weights_exchange import ImageIntake
 from pdcluster.processes.leaving import leave_last
 from pdcluster.scheduler.limits import SchedulerLimits, logprob_tokens_of
@@ -56,12 +56,8 @@ from pdcluster.transfer.backends.base import Backend, Peer
 from pdcluster.transfer.backends.staged.staging import Fabric
 from pdcluster.transfer.paths.choose import create_backends
 from pdcluster.transfer.protocol.session import Settings as TransferSettings
-from pdcluster.wire.sockets import WireSettings
 
 logger = logging.getLogger(__name__)
-
-# For ZMQ to give up the address of the boot before.
-REBIND_S = 5.0
 
 
 def run(config: NodeConfig) -> int:
@@ -277,7 +273,7 @@ def wiring_of(process: NodeProcess, backends: Mapping[str, Backend]) -> Wiring:
         process.role,
         config.listen,
         process.context,
-        wire_settings(process),
+        link_settings(process),
         backends,
         transfer_settings(config),
         config.transfer.parking_s,
@@ -372,17 +368,6 @@ def shape_of(config: NodeConfig, engine: NodeEngine) -> Shape:
         memories=(engine.memory,),
         links=engine.links,
         weights=engine.local.weights_digest,
-    )
-
-
-def wire_settings(process: NodeProcess) -> WireSettings:
-    config = process.config
-    return WireSettings(
-        rebind_s=REBIND_S if process.num_boots else 0.0,
-        heartbeat_s=config.heartbeat_s,
-        lease_s=config.lease_s,
-        advertise_host=config.advertise,
-        cluster_keys=config.security.cluster_keys(),
     )
 
 

@@ -61,6 +61,18 @@ class AdapterBook:
     def is_loading(self) -> bool:
         return bool(self._loads)
 
+    def refusal_of_weights(self) -> str:
+        """Why the node's weights cannot change now; "": they can. An adapter is made for the weights below it, and vLLM
+        unloads all with them.
+        """
+        names = sorted({*self._by_name, *(load.message.name for load in self._loads.values())})
+        if not names:
+            return ""
+        return (
+            f"node {self._links.me.node} has the LoRA adapters {', '.join(names)}, made for the weights that serve; "
+            "unload them with pdctl adapter unload, and load them again afterwards"
+        )
+
     # ------------------------------------------------------------ requests
 
     def check(self, work: Work) -> None:
@@ -91,6 +103,8 @@ class AdapterBook:
     def _refusal(self, name: str) -> str | None:
         """Why an adapter of this name cannot be loaded, whatever its files."""
         assert self._card is not None
+        if self._links.standing.is_switching:
+            return f"node {self._links.me.node} goes over to other weights; load the adapter {name} afterwards"
         if any(load.message.name == name for load in self._loads.values()):
             return f"the adapter {name} is being loaded; ask again"
         names = {name, *self._by_name, *(load.message.name for load in self._loads.values())}

@@ -36,12 +36,20 @@ from pdcluster.node.reports.health import NodeSnapshot
 from pdcluster.node.reports.load_report import by_reason
 from pdcluster.node.vllm.adapters import AdapterBook
 from pdcluster.node.vllm.decode_rows import DecodeRows
-from pdcluster.node.vllm.engine.interface import AdapterLoaded, EngineDied, EngineOutput, EngineStep, ServingEngine
+from pdcluster.node.vllm.engine.interface import (
+    AdapterLoaded,
+    EngineDied,
+    EngineOutput,
+    EngineStep,
+    ServingEngine,
+    WeightsReplaced,
+)
 from pdcluster.node.vllm.event_stream import EventStream
 from pdcluster.node.vllm.events import BlockHashes
 from pdcluster.node.vllm.parked_prompts import ParkedPrompts
 from pdcluster.node.vllm.requests import EngineQueue
 from pdcluster.node.vllm.step_costs import StepCosts
+from pdcluster.node.vllm.weights_change import WeightsReplacement
 from pdcluster.node.work_checks import WorkChecks
 from pdcluster.transfer.backends.base import Peer
 
@@ -74,6 +82,7 @@ class VllmParts:
     events: EventStream | None
     check_sampling: Callable[[Sampling, int], None]
     adapters: AdapterBook
+    weights: WeightsReplacement
 
 
 class StepBooks:
@@ -169,6 +178,8 @@ class VllmSide:
                 self._books.take_step(news)
             elif isinstance(news, AdapterLoaded):
                 self._parts.adapters.on_loaded(news)
+            elif isinstance(news, WeightsReplaced):
+                self._parts.weights.on_replaced(news)
             else:
                 self._on_output(news)
 

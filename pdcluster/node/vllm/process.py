@@ -8,10 +8,11 @@ import select
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
@@ -19,12 +20,14 @@ from typing import cast
 from pdcluster.bootstrap.card import MAX_ADAPTERS, Adapter, Capabilities, NodeCard, check_adapters
 from pdcluster.checkpoint.end_tokens import eos_token_ids
 from pdcluster.checkpoint.text_files import read_text_files
+from pdcluster.checkpoint.weight_image import WeightImage
 from pdcluster.core.address import format_address
 from pdcluster.core.awake_clock import AwakeClock
-from pdcluster.core.errors import ConfigError
-from pdcluster.core.messages import PROTOCOL_VERSION, Endpoint, Pooling
+from pdcluster.core.errors import ConfigError, ModelError
+from pdcluster.core.messages import PROTOCOL_VERSION, Endpoint, Pooling, PrepareWeights
 from pdcluster.core.sampling import Sampling
 from pdcluster.core.version import VERSION
+from pdcluster.core.weights import WeightsVersion
 from pdcluster.kv.layout import Fingerprint, KVLayout, KVType
 from pdcluster.node.acceptance import Acceptance
 from pdcluster.node.availability import NodeAvailability
@@ -33,7 +36,7 @@ from pdcluster.node.legs import EndedLegs
 from pdcluster.node.outbox import Outbox
 from pdcluster.node.parking import ParkedKV
 from pdcluster.node.reports.leg_records import LegRecorder
-from pdcluster.node.server import NodeProcess, OpenedEngine, serve
+from pdcluster.node.server import NextBoot, NodeProcess, OpenedEngine, link_settings, new_incarnation, serve
 from pdcluster.node.vllm.adapters import AdapterBook
 from pdcluster.node.vllm.decode_rows import DecodeRows
 from pdcluster.node.vllm.engine.arguments import EngineOptions
@@ -47,16 +50,17 @@ from pdcluster.node.vllm.engine.interface import (
     EngineRequest,
     ServingEngine,
 )
+from pdcluster.node.vllm.engine.weight_files import weight_files_digest
 from pdcluster.node.vllm.engine_side import EngineLost, VllmParts, VllmSide
 from pdcluster.node.vllm.event_stream import EventStream
 from pdcluster.node.vllm.parked_prompts import MEDIUM, SHORTEST_HOLD_S, ParkedPrompts
 from pdcluster.node.vllm.requests import EngineQueue
 from pdcluster.node.vllm.sampling.sampling_map import VllmSampling
-from pdcluster.node.vllm.weight_files import weight_files_digest
+from pdcluster.node.vllm.weights_change import CheckedWeights, WeightsReplacement, check_weights
 from pdcluster.processes.listening import reserved_port
 from pdcluster.settings.config import NodeConfig
+from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.hub import Hub
-from pdcluster.wire.sockets import WireSettings
 
 logger = logging.getLogger(__name__)
 
@@ -94,37 +98,128 @@ def check(config: NodeConfig) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class KeptEngine:
+    """vLLM's engine, and what belongs to it. The boots of a node share it, one after the other.
+
+    stack: closes all of it.
+    """
+
+    engine: ServingEngine
+    events: EventStream
+    check_sampling: Callable[[Sampling, int], None]
+    eos: tuple[int, ...]
+    stack: ExitStack
+
+    def leave(self, weights: WeightsReplacement) -> None:
+        """A boot ends, whose replacement that is. The next boot has the engine where it got other weights."""
+        if not weights.is_done:
+            self.stack.close()
+
+    def free(self, weights: WeightsReplacement) -> None:
+        """The next boot does not begin."""
+        if weights.is_done:
+            self.stack.close()
+
+
 def open_vllm(process: NodeProcess) -> OpenedEngine:
     """Start vLLM and build the node. The health port says what vLLM does meanwhile."""
     config = process.config
-    folder = process.engine_stack.enter_context(tempfile.TemporaryDirectory(prefix="pdcluster-"))
+    with ExitStack() as starting:
+        kept, digest = _start(process, starting.enter_context(ExitStack()))
+        engine = kept.engine
+        check_role(config, engine.facts)
+        if config.warmup:
+            _tell_progress(process, "vLLM answers a first prompt")
+            warm_up(engine)
+        numbers, adapters = load_adapters(
+            engine, config.vllm.adapters, lambda name: _tell_progress(process, f"vLLM loads the adapter {name}")
+        )
+        weights = CheckedWeights(WeightsVersion(digest=digest()), process.model_dir)
+        starting.pop_all()  # the boots close it from now on
+    return open_around(kept, weights, process, numbers, adapters)
+
+
+def _start(process: NodeProcess, stack: ExitStack) -> tuple[KeptEngine, Callable[[], str]]:
+    """Start vLLM. Returns how to wait for the digest of its weights, too. stack: closes all."""
+    config = process.config
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pdcluster-"))
     events = EventStream(Path(folder))
-    process.engine_stack.callback(events.close)
+    stack.callback(events.close)
     eos = eos_token_ids(read_text_files(process.model_dir))
     sampling = VllmSampling(process.model_dir, eos)
     # Where the port is taken meanwhile, vLLM waits for its listener for ever.
-    side_port = reserve_side_port(config, process.engine_stack)
+    side_port = reserve_side_port(config, stack)
     engine = VllmEngine(_options(config, process.model_dir, events, side_port), sampling)
-    process.engine_stack.callback(engine.close)
+    stack.callback(engine.close)
     reader, stop = ThreadPoolExecutor(1), threading.Event()
-    process.engine_stack.callback(reader.shutdown)
-    process.engine_stack.callback(stop.set)
+    stack.callback(reader.shutdown)
+    stack.callback(stop.set)
     weights = reader.submit(weight_files_digest, process.model_dir, stop)
     engine.wait_ready(config.vllm.start_s, lambda progress: _tell_progress(process, progress))
-    check_role(config, engine.facts)
-    if config.warmup:
-        _tell_progress(process, "vLLM answers a first prompt")
-        warm_up(engine)
-    numbers, adapters = load_adapters(
-        engine, config.vllm.adapters, lambda name: _tell_progress(process, f"vLLM loads the adapter {name}")
-    )
-    parts = assemble(process, engine, events, sampling.check)
+    return KeptEngine(engine, events, sampling.check, eos, stack), weights.result
+
+
+def open_around(
+    kept: KeptEngine,
+    weights: CheckedWeights,
+    process: NodeProcess,
+    numbers: Mapping[str, int],
+    adapters: tuple[Adapter, ...],
+) -> OpenedEngine:
+    """Build a boot's node around the engine, which has these weights and adapters."""
+    config, engine = process.config, kept.engine
+    replacement = WeightsReplacement(engine, weights.directory, config.vllm.start_s)
+    process.engine_stack.callback(kept.leave, replacement)
+    stop = threading.Event()
+    process.engine_stack.callback(stop.set)
+    parts = assemble(process, engine, kept.events, kept.check_sampling, replacement)
     side = VllmSide(parts, clock=process.clock, on_step=process.health.step if config.health else None)
-    card = card_of(process, engine.facts, parts.links, eos, weights.result())
+    card = card_of(process, engine.facts, parts.links, kept.eos, weights.version)
     card = replace(card, adapters=adapters)
     check_adapters(adapters, (card.model, *card.model_aliases))
     parts.adapters.introduce(card, numbers)
-    return OpenedEngine(parts.links, side, card)
+    return OpenedEngine(parts.links, side, card, partial(prepare, process, kept, parts, stop))
+
+
+def prepare(
+    process: NodeProcess,
+    kept: KeptEngine,
+    parts: VllmParts,
+    stop: threading.Event,
+    message: PrepareWeights,
+    image: WeightImage | None,
+) -> NextBoot:
+    """Check that files can take the place of the weights that serve. vLLM reads them when nothing runs any more.
+
+    Raises ModelError for a source that cannot.
+    """
+    assert image is None  # this node takes none
+    replacement = parts.weights
+    if reason := parts.adapters.refusal_of_weights():
+        raise ModelError(reason)
+    pools = kept.engine.facts.embedding_size > 0
+    weights = check_weights(message, replacement.serving, process.model_dir, pools=pools, stop=stop)
+    me = Peer(process.me.node, new_incarnation())
+    return NextBoot(
+        weights.version,
+        me,
+        partial(_open_next, kept, weights),
+        partial(kept.free, replacement),
+        message.source,
+        broken=parts.adapters.refusal_of_weights,
+        replace=partial(replacement.advance, weights),
+    )
+
+
+def _open_next(kept: KeptEngine, weights: CheckedWeights, process: NodeProcess) -> OpenedEngine:
+    """The engine has the weights. Its first answer also has it publish that its cache is empty."""
+    try:
+        warm_up(kept.engine)
+    except EngineLost:
+        kept.stack.close()
+        raise
+    return open_around(kept, weights, process, {}, ())
 
 
 def check_role(config: NodeConfig, facts: EngineFacts) -> None:
@@ -223,21 +318,16 @@ def assemble(
     engine: ServingEngine,
     events: EventStream | None,
     check_sampling: Callable[[Sampling, int], None],
+    weights: WeightsReplacement,
 ) -> VllmParts:
     """Build all that the side needs. The hub is bound; nothing was sent."""
     config, clock, facts = process.config, process.clock, engine.facts
     outbox, ended = Outbox(), EndedLegs()
-    wire = WireSettings(
-        heartbeat_s=config.heartbeat_s,
-        lease_s=config.lease_s,
-        advertise_host=config.advertise,
-        cluster_keys=config.security.cluster_keys(),
-    )
     hub = Hub(
-        process.me, listen=config.listen, context=process.context, settings=wire,
+        process.me, listen=config.listen, context=process.context, settings=link_settings(process),
         clock=AwakeClock(config.heartbeat_s / 2, clock),
     )  # fmt: skip
-    standing = NodeAvailability(process.role, process.agent)
+    standing = NodeAvailability(process.role, process.agent, is_cordoned=process.is_cordoned)
     links = NodeLinks(
         process.me, standing, Acceptance(process.me.node, standing, outbox), hub, outbox, ended, process.files,
         process.agent,
@@ -258,6 +348,7 @@ def assemble(
         events=events,
         check_sampling=check_sampling,
         adapters=adapters,
+        weights=weights,
     )
 
 
@@ -271,7 +362,9 @@ def _dtype_of(facts: EngineFacts) -> KVType:
     return "fp8" if facts.dtype.startswith("fp8") else cast(KVType, facts.dtype)
 
 
-def card_of(process: NodeProcess, facts: EngineFacts, links: NodeLinks, eos: tuple[int, ...], weights: str) -> NodeCard:
+def card_of(
+    process: NodeProcess, facts: EngineFacts, links: NodeLinks, eos: tuple[int, ...], weights: WeightsVersion
+) -> NodeCard:
     config, me = process.config, process.me
     model, *aliases = process.names
     layout = KVLayout(facts.num_layers, facts.num_kv_heads, facts.head_dim, facts.block_tokens, _dtype_of(facts))
@@ -283,7 +376,7 @@ def card_of(process: NodeProcess, facts: EngineFacts, links: NodeLinks, eos: tup
         model=model,
         fingerprint=Fingerprint(
             model,
-            weights,
+            weights.digest,
             PROTOCOL_VERSION,
             facts.block_tokens,
             layout,
@@ -301,6 +394,12 @@ def card_of(process: NodeProcess, facts: EngineFacts, links: NodeLinks, eos: tup
         model_aliases=tuple(aliases),
         version=VERSION,
         link_key=links.hub.link_key,
+        draining=process.is_cordoned,
+        weights_label=weights.label,
+        weights_epoch=weights.epoch,
+        weights_share=process.weights_share,
+        weights_source=process.weights_source,
+        weights_former=process.weights_former,
         capabilities=Capabilities(
             pulls=False,
             parks_s=parks_s_of(config),

@@ -404,9 +404,13 @@ def _check_finish(finish_s: float) -> None:
         raise BadRequest(f"finish_s is {finish_s:g}; it must be 0 to {MAX_FINISH_S:g} seconds", "finish_s")
 
 
-def patience_of(order: WeightsOrder) -> float:
-    """How long a node may take to do what is asked of its weights."""
-    return order.finish_s + SWITCH_S if isinstance(order, SwitchWeights | SleepNode) else WEIGHTS_S
+def patience_of(order: WeightsOrder, engine: str = "") -> float:
+    """How long a node may take to do what is asked of its weights. engine: of the node; "": of any. One that has no
+    room for two sets of weights reads the others when it goes over.
+    """
+    if not isinstance(order, SwitchWeights | SleepNode):
+        return WEIGHTS_S
+    return order.finish_s + (SWITCH_S if engine == NATIVE_ENGINE else WEIGHTS_S)
 
 
 def version_of(nodes: Sequence[NodeStatus], wanted: WeightsRollout) -> WeightsVersion:

@@ -190,7 +190,7 @@ class Admin:
     async def change_weights(self, name: str, order: WeightsOrder) -> NodeWeights:
         """Raises UnknownName, NodeLost, DeadlineExceeded."""
         card = self._find(name).card
-        timeout_s = patience_of(order)
+        timeout_s = patience_of(order, card.fingerprint.engine)
         try:
             answer = await self.cluster.manage_weights(card.incarnation, order, timeout_s)
         except NodeLost:

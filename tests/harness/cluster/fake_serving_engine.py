@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import zlib
 from dataclasses import dataclass, field, replace
 
 from pdcluster.node.vllm.engine.interface import (
@@ -16,6 +17,8 @@ from pdcluster.node.vllm.engine.interface import (
     EngineOutput,
     EngineRequest,
     EngineStep,
+    WeightsChange,
+    WeightsReplaced,
 )
 
 VOCAB = 1000
@@ -39,11 +42,11 @@ FACTS = EngineFacts(
 )
 
 
-def answer_of(tokens: list[int], count: int) -> list[int]:
-    """What the engine says after these tokens: each token follows from all before it."""
+def answer_of(tokens: list[int], count: int, weights: str = "") -> list[int]:
+    """What the engine says after these tokens: each token follows from all before it, and from the weights."""
     said = list(tokens)
     for _ in range(count):
-        said.append((sum(said) * 31 + len(said)) % VOCAB)
+        said.append((sum(said) * 31 + len(said) + zlib.crc32(weights.encode())) % VOCAB)
     return said[len(tokens) :]
 
 
@@ -60,10 +63,11 @@ class Running:
 
 
 class ParkedStore:
-    """KV that the engines of a cluster keep for each other, by reference: (fence, whether it is still there)."""
+    """KV that the engines of a cluster keep for each other. parked: its fence by reference. made_with: the weights."""
 
     def __init__(self) -> None:
         self.parked: dict[str, str] = {}
+        self.made_with: dict[str, str] = {}
 
 
 class FakeServingEngine:
@@ -79,6 +83,12 @@ class FakeServingEngine:
         self.adapters: dict[int, str] = {}
         # In the place of a vector, and of the first token of a row whose KV came.
         self.fault: EngineOutput | None = None
+        # What it was asked to serve, and the digest of what it serves.
+        self.changes: list[WeightsChange] = []
+        self.weights = ""
+        # Keys of rows that read KV of other weights.
+        self.mixed: list[str] = []
+        self._change: WeightsChange | None = None
         self._news: list[EngineNews] = []
 
     def add(self, request: EngineRequest) -> None:
@@ -107,6 +117,13 @@ class FakeServingEngine:
     def unload_adapter(self, number: int) -> None:
         self.adapters.pop(number, None)
 
+    def replace_weights(self, change: WeightsChange) -> None:
+        """A step answers, once nothing of this engine's is parked. A test's path may begin with "bad"; then the former
+        path may be "gone"."""
+        assert not self.running, "something runs"
+        self.changes.append(change)
+        self._change = change
+
     def take(self) -> list[EngineNews]:
         taken, self._news = self._news, []
         return taken
@@ -118,6 +135,7 @@ class FakeServingEngine:
 
     def step(self) -> None:
         """One token of each request, or its end."""
+        self._replace()
         outputs = [self._advance(running) for running in list(self.running.values())]
         self.now += 0.01
         num_prompt = sum(len(self.running[each.key].request.token_ids) for each in outputs if self._is_first(each))
@@ -127,6 +145,24 @@ class FakeServingEngine:
         for output in outputs:
             if output.finish:
                 del self.running[output.key]
+
+    @property
+    def parked(self) -> list[str]:
+        """References to KV that this engine holds."""
+        own = {request.key for request in self.added}
+        return [key for key in self.store.parked if key in own]
+
+    def _replace(self) -> None:
+        if self._change is None or self.parked:
+            return
+        change, self._change = self._change, None
+        if not change.path.startswith("bad"):
+            self.weights = change.digest
+            self._news.append(WeightsReplaced())
+        elif change.former.startswith("gone"):
+            self._news.append(EngineDied(f"{change.path} cannot be loaded, and {change.former} cannot, either"))
+        else:
+            self._news.append(WeightsReplaced(f"{change.path} cannot be loaded"))
 
     def die(self) -> None:
         self._news.append(EngineDied("killed by the test"))
@@ -152,14 +188,19 @@ class FakeServingEngine:
             return EngineOutput(request.key, finish="error", error="the read was not confirmed", is_failed_read=True)
         if self.fault is not None and request.reference:
             return replace(self.fault, key=request.key)
-        running.said += answer_of([*request.token_ids, *running.said], 1)
+        running.said += answer_of([*request.token_ids, *running.said], 1, self.weights)
         output = EngineOutput(request.key, tokens=(running.said[-1],))
         if request.parks:
             self.store.parked[request.key] = request.fence
+            self.store.made_with[request.key] = self.weights
             return replace(output, finish="length", reference=json.dumps(request.key).encode())
         if request.num_emitted + len(running.said) >= request.sampling.max_tokens:
             return replace(output, finish="length")
         return output
 
     def _reads(self, request: EngineRequest) -> bool:
-        return self.store.parked.pop(json.loads(request.reference), None) == request.fence
+        reference = json.loads(request.reference)
+        is_confirmed = self.store.parked.pop(reference, None) == request.fence
+        if is_confirmed and self.store.made_with[reference] != self.weights:
+            self.mixed.append(request.key)
+        return is_confirmed

@@ -67,7 +67,7 @@ class LetterBox:
     def sockets(self) -> list[zmq.Socket[bytes]]:
         return []
 
-    def close(self) -> None:
+    def close(self, linger_s: float = 0.0) -> None:
         """Nothing is open."""
 
 

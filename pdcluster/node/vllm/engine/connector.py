@@ -15,12 +15,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm import envs
+from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPullConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata, ReqMeta
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 from pdcluster.node.vllm.engine.read_confirmation import (
     ConfirmationClient,
@@ -246,6 +249,25 @@ class ParkingExtension:
 
     def release_parked(self, requests: list[str]) -> None:
         _worker().release(requests)
+
+    def load_weights_from(self, path: str) -> None:
+        """Read a checkpoint of the model into the weights that serve, by vLLM's own call. Where that fails in the
+        middle, its books of layers are closed: otherwise the next load would add to what this one has begun.
+
+        vLLM prepares an output layer that shares its weight with the embedding only once. On CPUs such a layer keeps
+        packed weights of its own, which would stay the old ones.
+        """
+        worker: Any = self
+        try:
+            worker.reload_weights(weights_path=path)
+        except Exception:
+            with set_current_vllm_config(worker.vllm_config):
+                finalize_layerwise_reload(worker.model_runner.get_model(), worker.vllm_config.model_config)
+            raise
+        for layer in worker.model_runner.get_model().modules():
+            method = getattr(layer, "quant_method", None)
+            if isinstance(method, UnquantizedEmbeddingMethod):
+                method.process_weights_after_loading(layer)
 
 
 def _worker() -> Any:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from pdcluster.core.bounds import MAX_DIMENSIONS
-from pdcluster.core.errors import BadRequest, ConfigError, PdclusterError, ProtocolError
+from pdcluster.core.errors import BadRequest, ConfigError, ModelError, PdclusterError, ProtocolError
 from pdcluster.core.messages import Pooling
 from pdcluster.core.sampling import Sampling, TokenLogprobs
 from pdcluster.node.vllm.engine.adapters import EngineAdapters
@@ -32,9 +32,12 @@ from pdcluster.node.vllm.engine.interface import (
     EngineRequest,
     EngineStep,
     Finish,
+    WeightsChange,
+    WeightsReplaced,
 )
 from pdcluster.node.vllm.engine.parent_death import kill_marked, mark_children, marked_processes, watched_processes
 from pdcluster.node.vllm.engine.reference import Reference, check_reference, decode_reference, encode_reference
+from pdcluster.node.vllm.engine.weights import EngineWeights, WeightsLost
 from pdcluster.processes.tasks import watched
 
 if TYPE_CHECKING:
@@ -170,6 +173,7 @@ class VllmEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._llm: AsyncLLM
         self._adapters: EngineAdapters
+        self._weights: EngineWeights
         self._closing = asyncio.Event()
         self._is_closing = False
         self._running: dict[str, _Running] = {}
@@ -232,6 +236,9 @@ class VllmEngine:
     def unload_adapter(self, number: int) -> None:
         self._call(lambda: self._adapters.unload(number))
 
+    def replace_weights(self, change: WeightsChange) -> None:
+        self._call(lambda: watched(self._replace_weights(change), f"load of the weights in {change.path}"))
+
     def take(self) -> list[EngineNews]:
         return self._queue.take()
 
@@ -276,6 +283,7 @@ class VllmEngine:
             self._check_tasks(await self._llm.get_supported_tasks())
             self._facts = self._find_facts(groups)
             self._adapters = EngineAdapters(self._llm, self._facts.max_adapters)
+            self._weights = EngineWeights(self._llm, self._options.lease_s)
             self.progress = "is ready"
             self._ready.set()
             await self._watch()
@@ -446,6 +454,19 @@ class VllmEngine:
             logger.exception("adapter %s", name)
             news = AdapterLoaded(number, error=f"the adapter {name} cannot be loaded: {error or type(error).__name__}")
         self._emit(news)
+
+    async def _replace_weights(self, change: WeightsChange) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            await self._weights.replace(change)
+            self._emit(WeightsReplaced())
+        except ModelError as error:
+            self._emit(WeightsReplaced(str(error)))
+        except WeightsLost as error:
+            self._end(str(error))
+        except EngineDeadError:
+            logger.debug("the load of weights ends with its engine")  # EngineDied tells of it
 
     async def _stream(self, running: _Running) -> None:
         number = running.request.adapter

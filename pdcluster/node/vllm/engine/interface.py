@@ -112,7 +112,29 @@ class AdapterLoaded:
     error: str = ""
 
 
-EngineNews = EngineOutput | EngineStep | EngineDied | AdapterLoaded
+@dataclass(frozen=True, slots=True)
+class WeightsChange:
+    """Weights of the same model that take the place of those that serve."""
+
+    # Directory of the checkpoint.
+    path: str
+    # Of its files (`weight_files_digest`). Others are refused.
+    digest: str
+    # Directory of the weights that serve. They are loaded again where the others cannot be.
+    former: str
+    # For one load.
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsReplaced:
+    """The answer to `replace_weights`."""
+
+    # Why the former weights serve on; "" where the new ones serve.
+    error: str = ""
+
+
+EngineNews = EngineOutput | EngineStep | EngineDied | AdapterLoaded | WeightsReplaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +187,17 @@ class ServingEngine(Protocol):
     # Frees the parked KV of a finished prefill leg at once. Unknown keys are ignored.
     def release(self, key: str) -> None: ...
 
-    # AdapterLoaded answers. number: above 0, never used before. known_digest: of the adapter that has this name; then
+    # AdapterLoaded answers. number: above 0, never used before with these weights.
+    # known_digest: of the adapter that has this name; then
     # the files are only compared with it.
     def load_adapter(self, number: int, name: str, path: str, known_digest: str = "") -> None: ...
 
     # Requests that it has begun go on. Later ones with this number end with an error. Unknown numbers are ignored.
     def unload_adapter(self, number: int) -> None: ...
+
+    # WeightsReplaced answers. Nothing may run, and no adapter be loaded. First it waits until no KV is in use or
+    # parked, and empties the prefix cache. Where neither the new nor the former weights can be had, the engine dies.
+    def replace_weights(self, change: WeightsChange) -> None: ...
 
     # Everything since the previous call, oldest first. Clears news_fd.
     def take(self) -> list[EngineNews]: ...

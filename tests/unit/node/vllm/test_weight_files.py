@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pdcluster.node.vllm.weight_files import ReadingStopped, weight_files_digest
+from pdcluster.node.vllm.engine.weight_files import ReadingStopped, weight_files_digest
 
 
 def digest_of(directory: Path) -> str:
