@@ -187,7 +187,7 @@ async def test_an_uncordon_ends_a_drain_and_moves_nothing() -> None:
             running = asyncio.create_task(cluster.run(prompt_of(30), 300))
             await cluster.until(lambda: any(node.num_requests for node in cluster.router.view().nodes))
             await stub.Cordon(pb.CordonRequest(node="m1", cordoned=False))
-            drained = stub.Drain(pb.DrainRequest(node="m0", deadline_s=0.3))
+            drained = stub.Drain(pb.DrainRequest(node="m0", deadline_s=30.0))
             await anext(aiter(drained))
             await taken_back_by.Cordon(pb.CordonRequest(node="m0", cordoned=False))
             code, details = await code_of(drained)
