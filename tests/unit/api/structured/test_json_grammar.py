@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import jsonschema
 import pytest
-from examples import examples
+from drawn_examples import examples
 from grammar_walk import allows, compiled, drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -7,7 +7,7 @@ import json
 import re
 
 import pytest
-from examples import examples
+from drawn_examples import examples
 from grammar_walk import allows, compiled, drawn, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st

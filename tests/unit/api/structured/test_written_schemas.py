@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import written_models
-from examples import examples
+from drawn_examples import examples
 from grammar_walk import allows, drawn, of_schema
 from schema_oracle import oracle
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import jsonschema
 import numpy as np
 import pytest
-from examples import examples
+from drawn_examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher

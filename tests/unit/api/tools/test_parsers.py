@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from examples import examples
+from drawn_examples import examples
 from grammar_walk import allows, compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st

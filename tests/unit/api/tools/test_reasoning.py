@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from examples import examples
+from drawn_examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import zmq
-from examples import examples
+from drawn_examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from policy_cases import COST, make_load

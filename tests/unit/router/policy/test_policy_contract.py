@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 
 import pytest
-from examples import examples
+from drawn_examples import examples
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace

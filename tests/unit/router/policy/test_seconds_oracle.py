@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 import pytest
-from examples import examples
+from drawn_examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace

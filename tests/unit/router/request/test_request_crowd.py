@@ -6,7 +6,7 @@ import asyncio
 import re
 
 import pytest
-from examples import examples
+from drawn_examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from request_scene import CLUSTERS, Setting, Steps, check, play, told

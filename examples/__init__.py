@@ -1,0 +1,1 @@
+"""Programs that use a cluster, small enough to read whole."""

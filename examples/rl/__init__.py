@@ -1,0 +1,1 @@
+"""A whole loop of reinforcement learning against a cluster: rollouts, an optimiser, pushed weights."""
