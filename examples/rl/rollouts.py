@@ -70,6 +70,8 @@ class RolloutClient:
         for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"])):
             tokens, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             check_weights(made_by[choice["index"]], version, len(tokens))
+            if len(logprobs) != len(tokens):
+                raise RuntimeError(f"a sample of {len(tokens)} tokens has {len(logprobs)} logprobs")
             samples.append(Sample(tuple(prompt), tuple(tokens), tuple(logprobs)))
         return samples
 

@@ -3,7 +3,7 @@
 import ast
 from collections import Counter
 
-from tree import PACKAGES, ROOT, bench_modules, modules, modules_below, require_none, written
+from tree import PACKAGES, ROOT, bench_modules, example_modules, modules, modules_below, require_none, written
 
 UNSAFE = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle"}
 MAX_LINES, MAX_COLUMNS = 800, 120
@@ -46,8 +46,8 @@ def test_a_module_can_be_read_in_one_sitting() -> None:
 
 
 def test_a_folder_can_be_overlooked() -> None:
-    """Of the product, the benches and the tests of single packages."""
-    roots = (*PACKAGES, ROOT / "bench", ROOT / "tests" / "unit")
+    """Of the product, the benches, the examples and the tests of single packages."""
+    roots = (*PACKAGES, ROOT / "bench", ROOT / "examples", ROOT / "tests" / "unit")
     files = [file for root in roots for file in root.rglob("*.py") if file.name not in ("__init__.py", "conftest.py")]
     counts = Counter(file.parent for file in files if "_pb2" not in file.name)
     require_none(
@@ -95,11 +95,11 @@ def test_the_environment_is_read_in_config_only() -> None:
     require_none(found, "add a key to config instead of reading the environment")
 
 
-def test_benches_read_no_environment() -> None:
+def test_benches_and_examples_read_no_environment() -> None:
     require_none(
         [
             module.at(node)
-            for module in bench_modules()
+            for module in (*bench_modules(), *example_modules())
             for node in module.nodes
             if _is_attribute_of_os(node, {"environ", "getenv"})
         ],

@@ -83,12 +83,14 @@ def test_modules_in_documents_exist_and_have_the_flags_that_are_told() -> None:
     found = []
     for document in DOCUMENTS:
         for line in code_lines(document):
-            if "NAME" not in line and (words := re.match(r"python -m (bench[.\w]+)(.*)", line)):
-                found += [f"{of(document)}: {wrong}" for wrong in unknown_of_bench(words[1], words[2])]
-    require_none(found, "name benches and flags that are there")
+            if "NAME" not in line and (
+                words := re.match(r"(?:\$ )?(?:\S*/)?python -m ((?:bench|examples)[.\w]+)(.*)", line)
+            ):
+                found += [f"{of(document)}: {wrong}" for wrong in unknown_of_module(words[1], words[2])]
+    require_none(found, "name benches, examples and flags that are there")
 
 
-def unknown_of_bench(name: str, arguments: str) -> Iterator[str]:
+def unknown_of_module(name: str, arguments: str) -> Iterator[str]:
     module = ROOT / name.replace(".", "/")
     file = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
     if not file.exists():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tree import PACKAGES, ROOT, Module, modules_below, require_none
 
-CODE = (*PACKAGES, ROOT / "bench", ROOT / "tests", ROOT / "scripts")
+CODE = (*PACKAGES, ROOT / "bench", ROOT / "examples", ROOT / "tests", ROOT / "scripts")
 FOLDERS = (*CODE, ROOT / "docs", ROOT / "deploy", ROOT / "proto", ROOT / ".ci")
 # Of other projects, or given by whoever starts a command.
 FOREIGN_FILES = {

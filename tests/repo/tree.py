@@ -100,6 +100,11 @@ def bench_modules() -> tuple[Module, ...]:
 
 
 @cache
+def example_modules() -> tuple[Module, ...]:
+    return modules_below(ROOT / "examples")
+
+
+@cache
 def written() -> tuple[Module, ...]:
     """Without what protoc generated and without the package markers."""
     return tuple(module for module in modules() if not module.is_generated and module.file.name != "__init__.py")
@@ -113,7 +118,7 @@ def require_none(offences: Iterable[str], advice: str) -> None:
 
 @cache
 def _known() -> frozenset[str]:
-    return frozenset(module.name for module in (*modules(), *bench_modules()))
+    return frozenset(module.name for module in (*modules(), *bench_modules(), *example_modules()))
 
 
 def _imported(node: ast.ImportFrom, alias: ast.alias) -> str:
