@@ -61,10 +61,12 @@ def test_every_process_is_probed_and_scraped_and_a_frozen_engine_is_not_alive(tm
             assert time.monotonic() < deadline + STUCK_S
             time.sleep(0.1)
 
-        os.kill(up.pid_of("decode-0"), signal.SIGSTOP)  # after its lease the router has no pair
-        while get(found["router"], "/readyz").json()["can_serve"]:
+        while not get(found["router"], "/readyz").json()["can_serve"]:  # it may still say that the node is stuck
+            assert time.monotonic() < deadline + STUCK_S
             time.sleep(0.1)
-        degraded = get(found["router"], "/readyz")
+        os.kill(up.pid_of("decode-0"), signal.SIGSTOP)  # after its lease the router has no pair
+        while (degraded := get(found["router"], "/readyz")).json()["can_serve"]:
+            time.sleep(0.1)
         assert (degraded.status_code, degraded.json()["status"]) == (200, "degraded")
         os.kill(up.pid_of("decode-0"), signal.SIGCONT)
         while not get(found["router"], "/readyz").json()["can_serve"]:

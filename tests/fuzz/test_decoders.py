@@ -162,6 +162,7 @@ def test_no_decoder_is_left_out(every: dict[str, Decoder]) -> None:
         # a model's files
         "engine/model/config.py", "engine/model/weights.py", "api/text/model_text.py", "checkpoint/end_tokens.py",
         "checkpoint/token_ids.py", "checkpoint/inspection.py", "checkpoint/hub.py", "checkpoint/weight_image.py",
+            "node/vllm/weights_change.py",
         "api/tools/arguments.py",  # of calls that a client sends back: tests/unit/api/openai/test_histories.py
         # HTTP bodies: tests/unit/router/frontend/openai/test_http_fuzz.py
         "api/openai/requests.py", "api/openai/embeddings.py", "api/validate.py", "api/structured/constraints.py",
