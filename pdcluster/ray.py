@@ -126,8 +126,11 @@ def _take_turn(name: bytes, replica: bytes) -> bool:
     return True
 
 
-def _end_turn(name: bytes) -> None:
-    internal_kv._internal_kv_del(name, namespace=KEPT_IN)
+def _end_turn(name: bytes, replica: bytes) -> None:
+    """Another replica's turn stays."""
+    found = internal_kv._internal_kv_get(name, namespace=KEPT_IN) or b""
+    if found.partition(b" ")[0] == replica:
+        internal_kv._internal_kv_del(name, namespace=KEPT_IN)
 
 
 class ReplicaOfProcess:
@@ -249,7 +252,7 @@ class RouterReplica(ReplicaOfProcess):
         name, turn = self.replica.replica_id.unique_id.encode(), f"{self.replica.app_name}/weights".encode()
         self._roller = WeightsRoller(
             self._rollout_of, partial(asyncio.to_thread, _take_turn, turn, name),
-            partial(asyncio.to_thread, _end_turn, turn),
+            partial(asyncio.to_thread, _end_turn, turn, name),
         )  # fmt: skip
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:

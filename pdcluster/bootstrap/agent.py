@@ -111,8 +111,8 @@ class NodeAgent:
         self._registered: Callable[[], None] | None = None
         self._threads: list[threading.Thread] = []
         self._registered_at: set[str] = set()
-        # The boot that some bootstrap took.
-        self._taken = ""
+        # Epoch and digest of the weights with which some bootstrap took the node last.
+        self._taken: tuple[int, str] | None = None
 
     @property
     def num_registered(self) -> int:
@@ -263,9 +263,10 @@ class NodeAgent:
             )  # fmt: skip
             reply = stub.KeepAlive(request, timeout=CALL_S)
             return (self._pause_s(reply.lease_s), True) if reply.known else (0.0, False)
-        request_in = pb.RegisterRequest(card=card_to_proto(card), again=card.incarnation == self._taken)
+        weights = card.weights_epoch, card.weights
+        request_in = pb.RegisterRequest(card=card_to_proto(card), again=weights == self._taken)
         lease_s = stub.Register(request_in, timeout=CALL_S).lease_s
-        self._taken = card.incarnation
+        self._taken = weights
         log.info("registered with bootstrap %s for %g s at a time", address, lease_s)
         self._tell_registered()
         return self._pause_s(lease_s), True

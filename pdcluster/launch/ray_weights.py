@@ -111,12 +111,15 @@ class WeightsRoller:
         command = self._command(wanted)
         if command is None:
             return False, "the router is being started"
-        if not await self._take_turn():
-            return False, "another router does it"
         try:
-            return await _run(command)
-        finally:
-            await self._end_turn()
+            if not await self._take_turn():
+                return False, "another router does it"
+            try:
+                return await _run(command)
+            finally:
+                await self._end_turn()
+        except Exception as error:  # the top of a try: Ray's store may not answer, and another try follows
+            return False, f"{type(error).__name__}: {error}"
 
 
 async def _run(command: tuple[str, ...]) -> tuple[bool, str]:

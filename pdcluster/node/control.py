@@ -434,6 +434,7 @@ class NodeControl:
         elif isinstance(message, DropWeights):
             self._loader.drop(router, message)
         elif isinstance(message, ShareWeights):
+            self._loader.change_share(message.share)
             links.neighbours.set_weights_share(message.share)
             links.outbox.message(router, WeightsManaged(message.number, "", self._loader.prepared))
         elif isinstance(message, AskCache):

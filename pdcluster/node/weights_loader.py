@@ -134,6 +134,7 @@ class WeightsLoader:
         self._is_receiving = False
         self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._state = L.IDLE
+        self._changed_share: float | None = None
         # What is loaded, and who waits for it, with the number of each question.
         self._wanted: PrepareWeights | None = None
         self._waiting: list[tuple[Peer, int]] = []
@@ -162,9 +163,13 @@ class WeightsLoader:
 
     @property
     def share(self) -> float | None:
-        """What the switch says of the weights' share; None: it stays as it is."""
+        """What the switch, or a router since, says of the weights' share; None: it stays as it is."""
         assert self._switch is not None  # one is under way
-        return self._switch[1].share if isinstance(self._switch[1], SwitchWeights) else None
+        return self._switch[1].share if isinstance(self._switch[1], SwitchWeights) else self._changed_share
+
+    def change_share(self, share: float) -> None:
+        """Of the weights that serve."""
+        self._changed_share = share
 
     def catch_up(self, me: Peer, message: PrepareWeights) -> None:
         """Begin to load for this node itself."""
@@ -227,7 +232,7 @@ class WeightsLoader:
         wanted = PrepareWeights(number, message.version, NODE_SOURCE)
         if self._prepare is None or self.exchange.intake is None:
             self._answer(router, number, self._from_files_only())
-        elif (serving.label, serving.epoch) == (message.version.label, message.version.epoch):
+        elif not self._is_asleep and (serving.label, serving.epoch) == (message.version.label, message.version.epoch):
             self._outbox.message(router, WeightsManaged(number, "", serving))
         elif self._state is L.IDLE:
             self._begin(router, wanted, message)

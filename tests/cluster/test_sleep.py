@@ -147,7 +147,21 @@ def test_a_node_wakes_only_with_the_weights_that_it_had(
     assert ask(up, PROMPT, NUM_TOKENS)[0] == right["tuned"], up.output()
 
 
-def test_a_signal_ends_nodes_that_sleep(versions: dict[str, Path]) -> None:
+def test_nodes_sleep_before_their_first_load_and_a_signal_ends_them(
+    versions: dict[str, Path], right: dict[str, list[int]]
+) -> None:
+    """The second one sleeps with the first weights when no other node serves these any more."""
     flags = ("--model", str(versions["base"]), "--prefill", "1", "--decode", "1", "--set", "node.threads=1")
     with running(*flags, *EXACT) as up, grpc.insecure_channel(up.admin) as channel:
-        stubs.AdminStub(channel).Sleep(pb.SleepRequest(), timeout=60)
+        admin = stubs.AdminStub(channel)
+        wanted = pb.LoadWeightsRequest(source=str(versions["tuned"]), label="tuned", releases_first=True)
+        assert list(admin.LoadWeights(wanted, timeout=120))[-1].done == 2, up.output()
+        assert ask(up, PROMPT, NUM_TOKENS)[0] == right["tuned"]
+        admin.Sleep(pb.SleepRequest(), timeout=60)
+        with Publisher(up.admin) as publisher:  # under a label of its own, then once more while its nodes sleep
+            publisher.push(load_file(versions["base"] / "model.safetensors"), "pushed", finish_s=0.0)
+            admin.Sleep(pb.SleepRequest(), timeout=60)
+            publisher.push(load_file(versions["base"] / "model.safetensors"), "pushed", finish_s=0.0)
+        admin.Resume(pb.ResumeRequest(), timeout=10)
+        assert ask(up, PROMPT, NUM_TOKENS)[0] == right["base"], up.output()
+        admin.Sleep(pb.SleepRequest(), timeout=60)

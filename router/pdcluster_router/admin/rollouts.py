@@ -75,7 +75,7 @@ class Rollouts:
         nodes = await self._nodes()
         version = version_of(nodes, wanted)
         share = 100.0 if wanted.canary_percent is None else wanted.canary_percent
-        targets = [node for node in in_order(nodes) if node.weights.epoch != version.epoch]
+        targets = [node for node in in_order(nodes) if node.weights.epoch != version.epoch or node.state == "sleeping"]
         if wanted.canary_percent is not None:
             targets = canaries(nodes, version)
         roll = _Roll(self._cluster, version, wanted.source, share, wanted.finish_s, self._clock, len(targets))
@@ -185,7 +185,7 @@ class _Roll:
         self._cluster, self._source, self._share, self._finish_s = cluster, source, share, finish_s
         self._clock, self._began, self._num_nodes = clock, clock(), num_nodes
         self.version = version
-        self.releases_first = False
+        self.releases_first, self.shares_all = False, True
         self.way_out = "see pdctl weights status, load again to go on, or take it back with pdctl weights undo"
         self.num_done = 0
         self.report: Callable[[RolloutProgress], None] = _ignore
@@ -216,7 +216,8 @@ class _Roll:
 
     async def run(self, targets: Sequence[NodeStatus], at_once: int) -> None:
         left = list(targets)
-        await self._share_all()  # first: the nodes of a canary serve all requests while the others change
+        if self.shares_all:
+            await self._share_all()  # first: the nodes of a canary serve all requests while the others change
         while left:
             batch = next_batch(left, await self._cluster.nodes(), at_once)
             if at_once and not self.version.digest:
@@ -366,6 +367,7 @@ async def wake_up(
 ) -> None:
     """Have a node serve what it had before it slept. nodes: others may have that in memory. Raises PdclusterError."""
     roll = _Roll(cluster, node.weights, node.weights_source, node.weights_share, 0.0, clock, 1)
+    roll.shares_all = False
     roll.way_out = "wake it again with pdctl wake, or load weights with pdctl weights load"
     roll.know_holders(nodes)
     await roll.run([node], 0)

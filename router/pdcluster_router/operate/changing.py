@@ -146,9 +146,15 @@ def resume(clients: AdminClients) -> str:
 
 
 def sleep(clients: AdminClients, mode: str, max_pause_s: float) -> str:
-    """Pause all routers, and have all nodes sleep."""
+    """Pause all routers, and have all nodes sleep. Where none does in the end, the pause is taken back."""
+    was_paused = any(each.reply.is_paused for each in answered(clients.ask("GetPause", pb.GetPauseRequest())))
     paused = pause(clients, mode, max_pause_s)
-    names = _nodes_of(clients, "Sleep", pb.SleepRequest(mode=mode, max_pause_s=max_pause_s))
+    try:
+        names = _nodes_of(clients, "Sleep", pb.SleepRequest(mode=mode, max_pause_s=max_pause_s))
+    except PdclusterError:
+        if not was_paused and not any(row["state"] == "sleeping" for row in reading.nodes(clients)):
+            resume(clients)
+        raise
     return f"{paused.partition(';')[0]}; {_listed(names)} gave the memory back; pdctl wake ends it"
 
 

@@ -276,6 +276,25 @@ async def test_a_node_that_was_in_says_so_when_it_registers_again(address: str, 
     assert agent.num_registered == 1
 
 
+async def test_a_next_boot_with_the_same_weights_is_in_though_all_others_serve_newer(
+    address: str, make_agent: MakeAgent
+) -> None:
+    """A node that sleeps is one."""
+    agent = make_agent(address)
+    agent.start(make_card())
+    async with watching(address) as view, grpc.aio.insecure_channel(address) as channel:
+        await view.until(lambda: view.names() == ["prefill-0"])
+        newer = make_card(
+            node="d0", incarnation="d0-1", address="127.0.0.1:4001", weights_label="tuned", weights_epoch=1,
+            fingerprint=replace(FINGERPRINT, weights="others"),
+        )  # fmt: skip
+        await stubs.BootstrapStub(channel).Register(pb.RegisterRequest(card=card_to_proto(newer)))
+        asleep = make_card(incarnation="boot-2", sleeping=True, draining=True)
+        agent.succeed(asleep)
+        await view.until(lambda: view.last is not None and asleep in view.last.nodes)
+    assert all(not isinstance(each, BaseException) for each in agent.gone())
+
+
 async def test_a_node_whose_name_stays_taken_gives_up_and_says_by_whom(address: str, make_agent: MakeAgent) -> None:
     first, moved = make_agent(address), make_agent(address)
     first.start(make_card())

@@ -113,6 +113,21 @@ async def test_another_wish_ends_the_one_before_and_its_process(roller: WeightsR
         os.kill(pid, 0)
 
 
+async def test_a_store_that_does_not_answer_ends_no_rollout(pdctl: Pdctl, turns: Turns) -> None:
+    failures = iter([ConnectionError("no store")])
+
+    async def take() -> bool:
+        for error in failures:
+            raise error
+        return True
+
+    roller = WeightsRoller(pdctl.command, take, turns.end, retry_s=0.05)
+    await roller.want(TUNED)
+    async with asyncio.timeout(WAIT_S):
+        await roller.done()
+    assert pdctl.labels() == ["tuned"]
+
+
 def test_a_wish_is_read_and_becomes_what_an_operator_would_type() -> None:
     assert read_rollout(None) is None and read_rollout({}) is None
     wanted = read_rollout({"label": "t", "source": "-x", "max_unavailable": 0, "release_first": True})

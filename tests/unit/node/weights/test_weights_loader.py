@@ -246,3 +246,8 @@ def test_an_engine_that_gives_no_memory_back_says_so() -> None:
     assert "gives no memory back while its process runs" in said.said[0].error
     loader.close()
     said.loader.close()
+
+
+def test_a_share_that_changed_outlives_sleep(world: World) -> None:
+    world.loader.change_share(55.0)
+    assert world.loader.sleep(ROUTER, SleepNode(1, 0.0)) and world.loader.share == 55.0

@@ -381,3 +381,24 @@ async def test_a_node_that_slept_for_a_load_that_fails_has_what_it_had() -> None
         await ended(made.load(WeightsRollout("/none", "tuned", releases_first=True)))
     assert set(cluster.served().values()) == {"base@0"}
     assert {each.state for each in cluster.by_name.values()} == {"ready"}
+
+
+async def test_loading_the_weights_that_sleepers_had_wakes_them() -> None:
+    cluster = two_and_two()
+    made = rollouts(cluster)
+    await ended(made.load(WeightsRollout("/b", "tuned")))
+    await made.sleep(0.0)
+    await ended(made.load(WeightsRollout("/b", "tuned", max_unavailable=0)))
+    assert set(cluster.served().values()) == {"tuned@1"}
+    assert {each.state for each in cluster.by_name.values()} == {"ready"}
+
+
+async def test_waking_changes_no_share_of_other_nodes() -> None:
+    cluster = two_and_two()
+    cluster.by_name["p0"] = replace(cluster.by_name["p0"], weights_share=20.0)
+    made = rollouts(cluster)
+    await made.sleep(0.0)
+    await made.wake()
+    assert {name: each.weights_share for name, each in cluster.by_name.items()} == {
+        "p0": 20.0, "p1": 100.0, "d0": 100.0, "d1": 100.0
+    }  # fmt: skip
