@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -41,6 +42,7 @@ class WeightImage:
 
     paths: where they are opened, by this process and its children.
     digests: of its tensors by name, where somebody said them; None: nobody did.
+    is_stored: its files are those of a StoredImage.
     """
 
     def __init__(self, fds: Sequence[int], tensors: Sequence[tuple[WeightTensor, int, int]], *, writes: bool) -> None:
@@ -48,6 +50,7 @@ class WeightImage:
         self.fds = list(fds)
         self.paths = tuple(Path(f"/proc/{os.getpid()}/fd/{fd}") for fd in self.fds)
         self.digests: dict[str, bytes] | None = None
+        self.is_stored = False
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writes else 0)
         self._maps = [mmap.mmap(fd, 0, flags=mmap.MAP_SHARED, prot=access) for fd in self.fds]
         self._bytes = [np.frombuffer(each, dtype=np.uint8) for each in self._maps]
@@ -102,9 +105,13 @@ class StoredImage:
 
     def __init__(self, image: WeightImage, directory: Path) -> None:
         """Raises ModelError where the disk has no room."""
-        self._digests, self._files = image.digests, []
+        self._digests = image.digests
+        self._files: list[IO[bytes]] = []
         try:
             for fd in image.fds:
+                if image.is_stored:
+                    self._files.append(os.fdopen(os.dup(fd), "rb"))
+                    continue
                 self._files.append(tempfile.TemporaryFile(dir=directory))  # noqa: SIM115 -- `close` closes them
                 copy_file(fd, self._files[-1].fileno())
         except OSError as error:
@@ -116,7 +123,7 @@ class StoredImage:
     def open(self) -> WeightImage:
         """The image again, mapped from the disk."""
         image = open_image([Path(f"/proc/{os.getpid()}/fd/{file.fileno()}") for file in self._files])
-        image.digests = self._digests
+        image.digests, image.is_stored = self._digests, True
         return image
 
     def close(self) -> None:

@@ -338,7 +338,8 @@ class NodeControl:
         if self._leave_by is None or self._has_moved or (now := self._clock()) < self._leave_by:
             return
         self._has_moved, self._leave_by = True, now + MOVE_S
-        logger.warning("the time to end is over: %d requests move to other nodes", self._move_work())
+        if num_moved := self._move_work():
+            logger.warning("the time to end is over: %d requests move to other nodes", num_moved)
 
     def _end_boot(self, router: Peer, message: SwitchWeights | SleepNode) -> None:
         """Take no new work, and end what runs, for other weights or for sleep."""

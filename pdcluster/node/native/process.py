@@ -121,7 +121,8 @@ def fall_asleep(
     """
     kept = image if holder_of(process.weights_source) is not None else None
     if kept is not None:
-        check_disk(kept.nbytes, cache_directory())
+        if not kept.is_stored:
+            check_disk(kept.nbytes, cache_directory())
         kept.hold()
     me = Peer(process.me.node, new_incarnation())
     opens = partial(_open_asleep, served, version, kept)

@@ -41,8 +41,16 @@ SWITCH_S = 30.0
 # For the next boot of a node to take work.
 READY_S = 60.0
 DROP_S = 5.0
+# For nodes that come back, before it is said which of them sleep.
+CONNECT_S = 5.0
+# For a node to come back asleep. It may write pushed weights to its disk first.
+ASLEEP_S = 600.0
 MAX_FINISH_S = 86_400.0
 MAX_NEWS = 256
+
+
+class SleepRefused(PdclusterError):
+    """A node does not sleep, and serves on."""
 
 
 class WeightsNodes(Protocol):
@@ -116,7 +124,10 @@ class Rollouts:
         return self._noted("sleep", nodes)
 
     async def wake(self) -> list[str]:
-        """Have all nodes that sleep serve what they served. Raises as `sleep`."""
+        """Have all nodes that sleep serve what they served, those that are about to, too. Raises as `sleep`."""
+        until = self._clock() + CONNECT_S
+        while any(node.state == "connecting" for node in await self._nodes()) and self._clock() < until:
+            await self._cluster.wait_for_change(until - self._clock())
         nodes = await self._nodes()
         sleeping = [node for node in nodes if node.state == "sleeping"]
         with self._alone("waking"):
@@ -193,6 +204,8 @@ class _Roll:
         self._holders: asyncio.Queue[str] = asyncio.Queue()
         self._is_passed_on = holder_of(source) is not None
         self._has: set[str] = set()
+        # Nodes that were told to sleep, to load.
+        self._released: set[str] = set()
 
     def know_holders(self, nodes: Sequence[NodeStatus]) -> None:
         """Raises BadRequest where the version has no other source and nobody has it."""
@@ -250,15 +263,27 @@ class _Roll:
     async def _release(self, node: NodeStatus) -> None:
         if node.state != "sleeping":
             self._say(node.name, "sleeping", node)
-            await put_to_sleep(self._cluster, node, self._finish_s, self._clock)
+            self._released.add(node.name)
+            try:
+                await put_to_sleep(self._cluster, node, self._finish_s, self._clock)
+            except SleepRefused:
+                self._released.discard(node.name)
+                raise
 
     async def _wake(self, node: NodeStatus) -> None:
-        """Of a node that slept to load: have it serve what it had."""
-        found = await self._find(node.name)
-        if found is None or found.state != "sleeping" or node.state == "sleeping":
-            return
-        with suppress(PdclusterError):  # the error that led here says more
-            await wake_up(self._cluster, found, [found], self._clock)
+        """Of a node that slept to load, or is about to: have it serve what it had. The load that nobody wants any more
+        may still run there.
+        """
+        until = self._clock() + READY_S
+        while node.name in self._released and self._clock() < until:
+            found = await self._find(node.name)
+            if found is not None and found.state == "sleeping":
+                with suppress(PdclusterError):  # the error that led here says more
+                    await wake_up(self._cluster, found, [found], self._clock)
+                    return
+            elif found is not None and found.state == "ready" and found.incarnation != node.incarnation:
+                return
+            await self._cluster.wait_for_change(until - self._clock())
 
     async def _drop(self, node: NodeStatus) -> None:
         with suppress(PdclusterError, TimeoutError):  # a node that is gone has nothing ready
@@ -351,14 +376,19 @@ class _Roll:
 
 
 async def put_to_sleep(cluster: WeightsNodes, node: NodeStatus, finish_s: float, clock: Callable[[], float]) -> None:
-    """Returns once the node sleeps. Raises PdclusterError, NodeLost."""
+    """Returns once the node sleeps. Raises SleepRefused, NodeLost, DeadlineExceeded."""
     answer = await cluster.change_weights(node.name, SleepNode(0, finish_s))
     if answer.error:
-        raise PdclusterError(f"node {node.name}: {answer.error}")
-    until = clock() + READY_S
-    while not any(each.name == node.name and each.state == "sleeping" for each in await cluster.nodes()):
+        raise SleepRefused(f"node {node.name}: {answer.error}")
+    until = clock() + ASLEEP_S
+    while True:
+        boots = [each for each in await cluster.nodes() if each.name == node.name]
+        if any(each.state == "sleeping" for each in boots):
+            return
+        if any(each.state == "ready" and each.incarnation != node.incarnation for each in boots):
+            raise NodeLost(f"node {node.name} came back awake: it was started again; see its log")
         if clock() > until:
-            raise NodeLost(f"node {node.name} did not come back asleep within {READY_S:g} s; see its log")
+            raise NodeLost(f"node {node.name} did not come back asleep within {ASLEEP_S:g} s; see its log")
         await cluster.wait_for_change(until - clock())
 
 

@@ -372,7 +372,8 @@ class NodeTable:
         if link_state is LinkState.LOST:
             reason, link, state.link = state.link.lost_because, state.link, None
             link.close()
-            logger.warning("node %s is lost: %s", state.card.node, reason)
+            level = logging.INFO if state.is_cordoned else logging.WARNING  # one that took no more work may go
+            logger.log(level, "node %s is lost: %s", state.card.node, reason)
             state.load = state.cost = state.taking = None
             self.roles_version += 1
             state.redial_at = self._now() + REDIAL_S

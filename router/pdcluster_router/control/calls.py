@@ -108,8 +108,11 @@ class TrainerCalls:
 
     async def release_memory(self, said: ReleaseParameters) -> Answer:
         was_paused = await self._operations.is_paused()
-        names = await sleeping.put_to_sleep(self._operations, "keep", said.max_pause_s, said.finish_s)
-        self._pauses_for_release = self._pauses_for_release or not was_paused
+        try:
+            names = await sleeping.put_to_sleep(self._operations, "keep", said.max_pause_s, said.finish_s)
+        finally:  # a part of the nodes may sleep
+            if not was_paused:
+                self._pauses_for_release = await self._operations.is_paused()
         return {"success": True, "message": f"{len(names)} nodes sleep", "nodes": names}
 
     async def resume_memory(self, said: WakeParameters) -> Answer:
@@ -226,7 +229,8 @@ class TrainerCalls:
 
 def _require_unserved(nodes: list[NodeStatus], label: str) -> None:
     """A trainer that gives a label twice believes that new weights serve. Raises Conflict."""
-    if nodes and all(node.weights.label == label for node in nodes) and len({node.weights for node in nodes}) == 1:
+    is_served = all(node.weights.label == label and node.state != "sleeping" for node in nodes)
+    if nodes and is_served and len({node.weights for node in nodes}) == 1:
         raise Conflict(
             f"all nodes serve the weights {label!r} already, and nothing was loaded; give other weights another "
             "weight_version"

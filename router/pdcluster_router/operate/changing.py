@@ -159,8 +159,10 @@ def sleep(clients: AdminClients, mode: str, max_pause_s: float) -> str:
 
 
 def wake(clients: AdminClients) -> str:
+    """Wake all nodes that sleep, and end the pause of all routers."""
     names = _nodes_of(clients, "Wake", pb.WakeRequest())
-    return f"awake: {_listed(names)}; {resume(clients)}"
+    resume(clients)  # the router that woke them has, others may not
+    return f"awake: {_listed(names)}; requests go on"
 
 
 def _nodes_of(clients: AdminClients, method: str, request: Any) -> list[str]:

@@ -20,11 +20,16 @@ def test_an_image_comes_back_from_the_disk_with_its_bytes_and_digests(tmp_path: 
     image.digests = {"a": b"1", "b": b"2"}
     np.frombuffer(image.memory(), np.uint8)[4096:] = np.arange(image.nbytes - 4096, dtype=np.uint64).astype(np.uint8)
     before = bytes(image.memory())
-    stored = StoredImage(image, tmp_path)
+    first = StoredImage(image, tmp_path)
     image.close()
     assert os.listdir(tmp_path) == []  # without a name
+    awake = first.open()
+    first.close()
+    first.close()
+    stored = StoredImage(awake, tmp_path)  # the next sleep keeps the same file
+    assert [os.fstat(fd).st_ino for fd in awake.fds] == [os.fstat(file.fileno()).st_ino for file in stored._files]
+    awake.close()
     again = stored.open()
-    stored.close()
     stored.close()
     assert bytes(again.memory()) == before and again.digests == {"a": b"1", "b": b"2"}
     assert {each.tensor.name: each.tensor for each in again.tensors} == {each.name: each for each in TENSORS}

@@ -46,6 +46,8 @@ class Cluster:
         # Who gives weights to another node now, and who gave them to whom.
         self.giving: set[str] = set()
         self.given: list[tuple[str, str]] = []
+        # Nodes that are late go on then.
+        self.goes_on = asyncio.Event()
         # Most nodes of each role that were away at once.
         self.away: set[str] = set()
         self.most_away: dict[str, int] = {}
@@ -78,6 +80,8 @@ class Cluster:
         elif isinstance(order, SleepNode):
             if self.bad.get(name) == "sleep":
                 return NodeWeights(name, "it has no room")
+            if self.bad.get(name) == "late":
+                await self.goes_on.wait()
             self.by_name[name] = replace(self.by_name[name], state="sleeping")
         elif isinstance(order, ShareWeights):
             self.by_name[name] = replace(self.by_name[name], weights_share=order.share)
@@ -402,3 +406,40 @@ async def test_waking_changes_no_share_of_other_nodes() -> None:
     assert {name: each.weights_share for name, each in cluster.by_name.items()} == {
         "p0": 20.0, "p1": 100.0, "d0": 100.0, "d1": 100.0
     }  # fmt: skip
+
+
+async def test_a_node_that_was_about_to_sleep_for_a_load_that_is_cancelled_wakes() -> None:
+    cluster = two_and_two()
+    cluster.bad["d0"] = "late"
+    made = rollouts(cluster)
+    steps = made.load(WeightsRollout("/b", "tuned", releases_first=True))
+    while not any(isinstance(order, SleepNode) for _, order in cluster.orders):
+        await anext(steps)
+
+    async def falls_asleep() -> None:
+        await asyncio.sleep(0.05)
+        cluster.by_name["d0"] = replace(cluster.by_name["d0"], incarnation="d0-asleep", state="sleeping")
+
+    async with asyncio.timeout(30), asyncio.TaskGroup() as both:
+        both.create_task(falls_asleep())
+        both.create_task(steps.aclose())  # type: ignore[arg-type]
+    assert {each.state for each in cluster.by_name.values()} == {"ready"}
+    assert set(cluster.served().values()) == {"base@0"}
+
+
+async def test_a_node_that_is_started_again_while_it_falls_asleep_is_named_at_once() -> None:
+    cluster = two_and_two()
+    cluster.bad["d0"] = "late"
+    made = rollouts(cluster)
+    asleep = asyncio.ensure_future(made.sleep(0.0))
+    await asyncio.sleep(0.05)
+    restarted = replace(cluster.by_name["d0"], incarnation="d0-again")
+
+    async def nodes() -> list[NodeStatus]:
+        return [restarted if each.name == "d0" else each for each in cluster.by_name.values()]
+
+    cluster.nodes = nodes  # type: ignore[method-assign]
+    cluster.goes_on.set()
+    async with asyncio.timeout(30):
+        with pytest.raises(PdclusterError, match="node d0 came back awake"):
+            await asleep
