@@ -45,7 +45,7 @@ from pdcluster.launch.ray_args import (
     router_command,
 )
 from pdcluster.launch.ray_process import HEALTH_S, KILL_GRACE_S, LOOK_S, LOOK_WITHIN_S, ServedProcess
-from pdcluster.launch.ray_weights import RolloutArgs, WeightsRoller, read_rollout, rollout_command
+from pdcluster.launch.ray_weights import RENEW_S, RolloutArgs, WeightsRoller, read_rollout, rollout_command
 from pdcluster.launch.targets import Target, reachable, target_of
 from pdcluster.processes.listening import listening_place
 from pdcluster.processes.supervisor import Facts
@@ -81,7 +81,7 @@ NOT_SENT_ON = NOT_PASSED_ON - {"x-request-id"}
 # Of Ray's own store, where the application's key is.
 KEPT_IN = b"pdcluster"
 # A replica that rolls out weights and is gone holds others up so long.
-TURN_S = 1800.0
+TURN_S = 5 * RENEW_S
 # Where Prometheus finds all processes, and a client the routers' own addresses, in labels that begin so.
 ADDRESSES, META = "/-/pdcluster", "__meta_pdcluster_"
 

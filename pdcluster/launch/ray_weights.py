@@ -22,6 +22,8 @@ log = logging.getLogger("ray.serve")
 # Nodes may not be there yet when the router is.
 RETRY_S, GIVE_UP_S = 5.0, 1800.0
 STOP_S = 10.0
+# How often a router that rolls out takes its turn again.
+RENEW_S = 60.0
 
 
 class RolloutArgs(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -58,7 +60,8 @@ class WeightsRoller:
     """Owned by the loop that runs the replica's code. One rollout at a time: another one takes its place.
 
     command: of a rollout, by the router's present address; None while it has none.
-    take_turn, end_turn: among the routers of the application: whether this one may roll out now.
+    take_turn, end_turn: among the routers of the application: whether this one may roll out now. A turn that is not
+    taken again lasts a few times renew_s.
     """
 
     def __init__(
@@ -67,8 +70,10 @@ class WeightsRoller:
         take_turn: Callable[[], Awaitable[bool]],
         end_turn: Callable[[], Awaitable[None]],
         retry_s: float = RETRY_S,
+        renew_s: float = RENEW_S,
     ) -> None:
-        self._command, self._take_turn, self._end_turn, self._retry_s = command, take_turn, end_turn, retry_s
+        self._command, self._take_turn, self._end_turn = command, take_turn, end_turn
+        self._retry_s, self._renew_s = retry_s, renew_s
         self._wanted: RolloutArgs | None = None
         self._rolling: asyncio.Task[None] | None = None
 
@@ -102,6 +107,7 @@ class WeightsRoller:
                 return
             if asyncio.get_running_loop().time() > until:
                 log.error("weights %s are given up after %g s: %s", wanted.label, GIVE_UP_S, said)
+                self._wanted = None  # the same wish, once more, is another try
                 return
             log.warning("weights %s are not rolled out yet: %s", wanted.label, said)
             await asyncio.sleep(self._retry_s)
@@ -115,11 +121,23 @@ class WeightsRoller:
             if not await self._take_turn():
                 return False, "another router does it"
             try:
-                return await _run(command)
+                return await self._run_in_turn(command)
             finally:
                 await self._end_turn()
         except Exception as error:  # the top of a try: Ray's store may not answer, and another try follows
             return False, f"{type(error).__name__}: {error}"
+
+    async def _run_in_turn(self, command: tuple[str, ...]) -> tuple[bool, str]:
+        """Keep the turn as long as pdctl runs."""
+        running = asyncio.ensure_future(_run(command))
+        try:
+            while not (await asyncio.wait({running}, timeout=self._renew_s))[0]:
+                await self._take_turn()
+            return await running
+        finally:
+            if not running.done():
+                running.cancel()
+                await asyncio.wait({running})
 
 
 async def _run(command: tuple[str, ...]) -> tuple[bool, str]:

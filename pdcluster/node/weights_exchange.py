@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from pdcluster.checkpoint.weight_image import WeightImage
+from pdcluster.checkpoint.weight_image import WeightImage, open_image
 from pdcluster.core.errors import ModelError, TransferError
 from pdcluster.core.messages import (
     AnyMessage,
@@ -210,6 +210,18 @@ class WeightsExchange:
         if receiver is not None:
             receiver.commit(digests)
         return receiver is not None
+
+    def own_image(self, version: WeightsVersion) -> WeightImage | None:
+        """Weights that are here already, perhaps under another label, as an image of their own."""
+        image = self.image_of(version)
+        if image is None or not image.hold():
+            return None
+        try:
+            again = open_image(image.paths)
+        finally:
+            image.release()
+        again.digests = image.digests
+        return again
 
     def fetch(self, message: PrepareWeights) -> WeightImage:
         """Blocks until the weights are here, from the node that the source names. Raises PdclusterError.

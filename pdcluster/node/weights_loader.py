@@ -450,8 +450,13 @@ class WeightsLoader:
                 writer, receives.tensors, lambda receiver: self._post(lambda: self._opened(receiver.target))
             )
         holder = holder_of(message.source)
-        has_itself = self._is_asleep and holder == self._node
-        return None if holder is None or has_itself else self.exchange.fetch(message)
+        if holder is None:
+            return None
+        if holder == self._node:
+            own = self.exchange.own_image(message.version)
+            if own is not None or self._is_asleep:
+                return own
+        return self.exchange.fetch(message)
 
     def _run(self, message: PrepareWeights, receives: ReceiveWeights | None) -> None:
         """On the thread."""

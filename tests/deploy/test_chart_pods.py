@@ -352,6 +352,7 @@ def test_a_job_rolls_other_weights_out() -> None:
     [
         ({**ADMIN, "weights": {"label": "tuned"}}, "weights.source is empty"),
         (WEIGHTS, "needs the Admin of the routers"),
+        ({"weights": {"source": "/m"}}, "weights.label is empty"),
         ({**WEIGHTS, **ADMIN, "router": {"tls": {"existingSecret": "tls"}}}, "has no CA"),
         ({**ADMIN, "weights": {"label": "no label", "source": "/m"}}, "label"),
     ],

@@ -191,6 +191,7 @@ AWAITED = {
     "pdcluster.bootstrap.demand_client": {"keep"},
     "pdcluster.launch.up": {"_all_or_nothing", "unless", "stop_all"},
     "pdcluster.launch.ray_process": {"__init__"},
+    "pdcluster.launch.ray_weights": {"_run_in_turn"},
     "pdcluster.node.vllm.engine.engine": {"_watch"},
     "pdcluster_router.admin.rollouts": {"_run", "_switch"},
     "pdcluster_router.frontend.choices": {"merge"},

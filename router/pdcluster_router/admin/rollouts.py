@@ -78,14 +78,15 @@ class Rollouts:
         Raises BadRequest, UnknownName without nodes, Overloaded while another one runs, and PdclusterError when a node
         fails.
         """
-        check_label(wanted.label)
-        _check_numbers(wanted)
+        check_wanted(wanted)
         nodes = await self._nodes()
         version = version_of(nodes, wanted)
         share = 100.0 if wanted.canary_percent is None else wanted.canary_percent
         targets = [node for node in in_order(nodes) if node.weights.epoch != version.epoch or node.state == "sleeping"]
         if wanted.canary_percent is not None:
             targets = canaries(nodes, version)
+        if wanted.releases_first:
+            check_sleep(targets)
         roll = _Roll(self._cluster, version, wanted.source, share, wanted.finish_s, self._clock, len(targets))
         roll.releases_first = wanted.releases_first
         roll.know_holders(nodes)
@@ -112,13 +113,7 @@ class Rollouts:
         """
         _check_finish(finish_s)
         nodes = [node for node in await self._nodes() if node.state != "sleeping"]
-        for node in nodes:
-            if node.engine != NATIVE_ENGINE:
-                raise BadRequest(
-                    f"node {node.name} runs {node.engine}, which gives no memory back on this device; stop the node "
-                    "instead",
-                    "nodes",
-                )
+        check_sleep(nodes)
         with self._alone("sleep"):
             await _all(put_to_sleep(self._cluster, node, finish_s, self._clock) for node in nodes)
         return self._noted("sleep", nodes)
@@ -375,6 +370,17 @@ class _Roll:
             )
 
 
+def check_sleep(nodes: Sequence[NodeStatus]) -> None:
+    """Raises BadRequest where one of them never sleeps."""
+    for node in nodes:
+        if node.engine != NATIVE_ENGINE:
+            raise BadRequest(
+                f"node {node.name} runs {node.engine}, which gives no memory back on this device; stop the node "
+                "instead, or leave sleep out",
+                "nodes",
+            )
+
+
 async def put_to_sleep(cluster: WeightsNodes, node: NodeStatus, finish_s: float, clock: Callable[[], float]) -> None:
     """Returns once the node sleeps. Raises SleepRefused, NodeLost, DeadlineExceeded."""
     answer = await cluster.change_weights(node.name, SleepNode(0, finish_s))
@@ -421,7 +427,9 @@ async def _all(changes: Any) -> None:
             raise result
 
 
-def _check_numbers(wanted: WeightsRollout) -> None:
+def check_wanted(wanted: WeightsRollout) -> None:
+    """Raises BadRequest for what no cluster could serve."""
+    check_label(wanted.label)
     percent = wanted.canary_percent
     if percent is not None and not 0.0 < percent < 100.0:
         raise BadRequest(f"canary is {percent:g} %; it must be more than 0 and less than 100", "canary_percent")

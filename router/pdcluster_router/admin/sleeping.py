@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from pdcluster.core.errors import PdclusterError
 from pdcluster_router.admin.operations import Operations
+from pdcluster_router.admin.rollouts import check_sleep
 from pdcluster_router.queueing.pauses import PauseMode
 
 
 async def put_to_sleep(operations: Operations, mode: PauseMode, max_pause_s: float, finish_s: float = 0.0) -> list[str]:
     """Pause all requests, then have all nodes give their memory back. Returns the nodes that fell asleep.
 
-    finish_s: for what runs for other routers. Where no node sleeps in the end, the pause is taken back.
+    finish_s: for what runs for other routers. Where no node sleeps in the end, the pause is taken back, also for a
+    caller that goes. Raises BadRequest before anything is touched.
     """
+    check_sleep(await operations.nodes())
     was_paused = await operations.is_paused()
-    await operations.pause(mode, max_pause_s)
     try:
+        await operations.pause(mode, max_pause_s)
         return await operations.sleep(finish_s)
-    except PdclusterError:
+    except BaseException:
         if not was_paused and not await is_sleeping(operations):
             await operations.resume()
         raise

@@ -1,6 +1,7 @@
 """What each call of a trainer does: Admin's operations, under vLLM's and SGLang's names.
 
-1. A pause that the trainer began ends by its /resume or /continue_generation. An update never ends it.
+1. A pause that the trainer began ends by its /resume or /continue_generation. Updates and releases end only a pause
+   that they began themselves, and that nobody has asked for since.
 2. Between /start_weight_update and /finish_weight_update an update is open. It holds a source, and its files are read
    at the finish, when the label is known. It closes with the finish, with a resume, or when max_pause_s is over.
 3. Nodes go over together (max_unavailable 0), and the answer comes when all serve.
@@ -15,10 +16,11 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 from pdcluster_router.admin import sleeping
 from pdcluster_router.admin.operations import NodeStatus, Operations, WeightsRollout
+from pdcluster_router.admin.rollouts import check_wanted
 from pdcluster_router.control.parameters import (
     Conflict,
     ContinueParameters,
@@ -33,12 +35,12 @@ from pdcluster_router.control.parameters import (
     ResetCacheParameters,
     SleepParameters,
     StartUpdate,
-    Unsupported,
     WakeParameters,
 )
-from pdcluster_router.queueing.pauses import USUAL_PAUSE_S, pause_mode
+from pdcluster_router.queueing.pauses import USUAL_PAUSE_S, PauseMode, pause_mode
 
 Answer = dict[str, Any]
+PauseHolder = Literal["nobody", "trainer", "update", "load", "release"]
 # Of a label that is made from a path, without the epoch behind it.
 MAX_STEM_CHARS = 40
 
@@ -48,12 +50,10 @@ class OpenUpdate:
     """Rule 2.
 
     until: when it closes by itself, by the clock of the calls.
-    begins_pause: the update pauses, and resumes at its end.
     source: "" before it is given.
     """
 
     until: float
-    begins_pause: bool
     source: str = ""
 
 
@@ -63,18 +63,37 @@ class TrainerCalls:
     def __init__(self, operations: Operations, clock: Callable[[], float] = time.monotonic) -> None:
         self._operations, self._clock = operations, clock
         self._update: OpenUpdate | None = None
-        # A release began the pause, so the end of the release ends it.
-        self._pauses_for_release = False
+        # For whom requests are held (rule 1).
+        self._holder: PauseHolder = "nobody"
+
+    async def _hold(self, holder: PauseHolder, mode: PauseMode, max_pause_s: float) -> None:
+        """Pause, where nobody has."""
+        if await self._operations.is_paused():
+            return
+        self._holder = holder
+        try:
+            await self._operations.pause(mode, max_pause_s)
+        except BaseException:  # a caller that goes, too
+            await self._let_go(holder)
+            raise
+
+    async def _let_go(self, holder: PauseHolder) -> None:
+        if self._holder == holder:
+            self._holder = "nobody"
+            await self._operations.resume()
 
     # ------------------------------------------------------------ pauses
 
     async def pause(self, said: PauseParameters) -> Answer:
-        num_running = await self._operations.pause(said.pause_mode, said.max_pause_s)
-        return {"status": "paused", "requests": num_running}
+        return {"status": "paused", "requests": await self._pause(said.pause_mode, said.max_pause_s)}
 
     async def pause_generation(self, said: PauseGenerationParameters) -> Answer:
-        num_running = await self._operations.pause(said.pause_mode, said.max_pause_s)
+        num_running = await self._pause(said.pause_mode, said.max_pause_s)
         return {"status": "ok", "message": f"paused; {num_running} requests were running"}
+
+    async def _pause(self, mode: PauseMode, max_pause_s: float) -> int:
+        self._holder = "trainer"
+        return await self._operations.pause(mode, max_pause_s)
 
     async def resume(self, said: Parameters) -> Answer:
         return {"status": "resumed", "was_paused": await self._resume()}
@@ -85,7 +104,7 @@ class TrainerCalls:
 
     async def _resume(self) -> bool:
         was_paused = await self._operations.resume()
-        self._update, self._pauses_for_release = None, False
+        self._update, self._holder = None, "nobody"
         return was_paused
 
     async def is_paused(self, said: Parameters) -> Answer:
@@ -95,42 +114,38 @@ class TrainerCalls:
 
     async def sleep(self, said: SleepParameters) -> Answer:
         mode = pause_mode(said.mode)
+        self._holder = "trainer"
         names = await sleeping.put_to_sleep(self._operations, mode, said.max_pause_s, said.finish_s)
         return {"status": "sleeping", "nodes": names}
 
     async def wake_up(self, said: WakeParameters) -> Answer:
         names = await sleeping.wake(self._operations)
-        self._pauses_for_release = False
+        self._holder = "nobody"
         return {"status": "awake", "nodes": names}
 
     async def is_sleeping(self, said: Parameters) -> Answer:
         return {"is_sleeping": await sleeping.is_sleeping(self._operations)}
 
     async def release_memory(self, said: ReleaseParameters) -> Answer:
-        was_paused = await self._operations.is_paused()
+        if not await self._operations.is_paused():
+            self._holder = "release"
         try:
             names = await sleeping.put_to_sleep(self._operations, "keep", said.max_pause_s, said.finish_s)
-        finally:  # a part of the nodes may sleep
-            if not was_paused:
-                self._pauses_for_release = await self._operations.is_paused()
+        except BaseException:
+            if not await self._operations.is_paused():  # no node sleeps
+                self._holder = "nobody"
+            raise
         return {"success": True, "message": f"{len(names)} nodes sleep", "nodes": names}
 
     async def resume_memory(self, said: WakeParameters) -> Answer:
         names = await self._operations.wake()
-        if self._pauses_for_release:
-            await self._operations.resume()
-            self._pauses_for_release = False
+        await self._let_go("release")
         return {"success": True, "message": f"{len(names)} nodes woke", "nodes": names}
 
     # ------------------------------------------------------------ caches
 
     async def flush_cache(self, said: FlushParameters | ResetCacheParameters) -> Answer:
-        """In a pause the caller wants that no KV of former weights is used after it, which holds anyway."""
-        if not await self._operations.is_paused():
-            raise Unsupported(
-                "nothing can be flushed: nodes keep KV by the weights that computed it and use it under no others. "
-                "Within a pause this call is taken; for cold caches use /sleep and /wake_up"
-            )
+        """The caller wants that no KV of former weights is used afterwards, which holds anyway."""
         return {"success": True, "message": "nothing was dropped: KV is used under the weights that computed it only"}
 
     # ------------------------------------------------------------ weights
@@ -158,30 +173,26 @@ class TrainerCalls:
         return {"model_path": path, "is_generation": True, **await self.weight_version(said)}
 
     async def update_from_disk(self, said: DiskUpdate) -> Answer:
-        was_paused = await self._operations.is_paused()
+        wanted = await self._wanted(said.model_path, said.weight_version, said.finish_s, said.release_first)
         if not said.abort_all_requests:
-            message = await self._load(said.model_path, said.weight_version, said.finish_s, said.release_first)
-            return {"success": True, "message": message}
-        try:
+            return {"success": True, "message": await self._load(wanted)}
+        was_paused = await self._operations.is_paused()
+        await self._hold("load", "abort", USUAL_PAUSE_S)
+        if was_paused:
             await self._operations.pause("abort", USUAL_PAUSE_S)
-            message = await self._load(said.model_path, said.weight_version, said.finish_s, said.release_first)
+        try:
+            return {"success": True, "message": await self._load(wanted)}
         finally:
-            if not was_paused:
-                await self._operations.resume()
-        return {"success": True, "message": message}
+            await self._let_go("load")
 
     async def start_update(self, said: StartUpdate) -> Answer:
         if self._open is not None:
             raise Conflict("an update is open already; end it with /finish_weight_update, or give it up with /resume")
-        update = self._update = OpenUpdate(self._clock() + said.max_pause_s, begins_pause=False)
+        update = self._update = OpenUpdate(self._clock() + said.max_pause_s)
         try:
-            update.begins_pause = not await self._operations.is_paused()
-            if update.begins_pause:
-                await self._operations.pause("keep", said.max_pause_s)
+            await self._hold("update", "keep", said.max_pause_s)
         except BaseException:  # nor is it open for a caller that goes
-            self._update = None
-            if update.begins_pause:
-                await self._operations.resume()
+            self._update = None if self._update is update else self._update
             raise
         return {"message": "Weight update started"}
 
@@ -196,10 +207,11 @@ class TrainerCalls:
         update = self._must_be_open()
         if not update.source:
             raise Conflict("no weights were given; call /update_weights before, or give up with /resume")
-        message = await self._load(update.source, said.weight_version, said.finish_s, said.release_first)
-        self._update = None
-        if update.begins_pause:
-            await self._operations.resume()
+        wanted = await self._wanted(update.source, said.weight_version, said.finish_s, said.release_first)
+        message = await self._load(wanted)
+        if self._update is update:  # nobody gave it up meanwhile
+            self._update = None
+            await self._let_go("update")
         return {"message": f"Weight update finished: {message}"}
 
     @property
@@ -213,14 +225,19 @@ class TrainerCalls:
             raise Conflict("no update is open, or its max_pause_s is over; call /start_weight_update")
         return update
 
-    async def _load(self, source: str, label: str | None, finish_s: float, releases_first: bool) -> str:
-        """Have all nodes serve weights. Returns what was done."""
+    async def _wanted(self, source: str, label: str | None, finish_s: float, releases_first: bool) -> WeightsRollout:
+        """What nodes shall serve. Raises BadRequest and Conflict before anything is touched."""
         nodes = await self._operations.nodes()
         if label is None:
             label = label_of(source, 1 + max((node.weights.epoch for node in nodes), default=0))
         _require_unserved(nodes, label)
         wanted = WeightsRollout(source, label, 0, finish_s=finish_s, releases_first=releases_first)
-        told = f"no node was there for {label}"
+        check_wanted(wanted)
+        return wanted
+
+    async def _load(self, wanted: WeightsRollout) -> str:
+        """Have all nodes serve weights. Returns what was done."""
+        told = f"no node was there for {wanted.label}"
         async with aclosing(self._operations.load_weights(wanted)) as steps:
             async for progress in steps:
                 told = f"{progress.num_done} of {progress.num_nodes} nodes serve {progress.version}"

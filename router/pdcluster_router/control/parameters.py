@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from pdcluster.core.errors import BadRequest
-from pdcluster_router.queueing.pauses import USUAL_PAUSE_S, PauseMode, pause_mode
+from pdcluster_router.queueing.pauses import USUAL_PAUSE_S, PauseMode, check_pause, pause_mode
 
 P = TypeVar("P", bound="Parameters")
 
@@ -203,6 +203,7 @@ class StartUpdate(Parameters, frozen=True):
                 "is_checkpoint_format=false is refused: weights come as in checkpoints of Hugging Face",
                 "is_checkpoint_format",
             )
+        check_pause(self.max_pause_s)
 
 
 class GivenUpdate(Parameters, frozen=True):

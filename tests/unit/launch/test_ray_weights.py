@@ -113,6 +113,24 @@ async def test_another_wish_ends_the_one_before_and_its_process(roller: WeightsR
         os.kill(pid, 0)
 
 
+async def test_a_turn_is_taken_again_while_pdctl_runs(pdctl: Pdctl) -> None:
+    taken, ended = [], []
+
+    async def take() -> bool:
+        taken.append(len(ended))
+        return True
+
+    async def end() -> None:
+        ended.append(len(taken))
+
+    pdctl.sleeps_s = 0.5
+    roller = WeightsRoller(pdctl.command, take, end, retry_s=0.05, renew_s=0.05)
+    await roller.want(TUNED)
+    async with asyncio.timeout(WAIT_S):
+        await roller.done()
+    assert pdctl.labels() == ["tuned"] and len(taken) >= 3 and ended == [len(taken)]
+
+
 async def test_a_store_that_does_not_answer_ends_no_rollout(pdctl: Pdctl, turns: Turns) -> None:
     failures = iter([ConnectionError("no store")])
 

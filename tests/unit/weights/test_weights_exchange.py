@@ -170,6 +170,17 @@ def test_a_node_takes_what_another_one_serves(network: Network) -> None:
     assert network.answer_of(taker).error == ""
 
 
+def test_a_node_has_the_weights_that_it_serves_under_another_label(network: Network) -> None:
+    """A rollout finds them by their digest, and names the node itself as the one to take them from."""
+    node = network.add("d0", WeightsVersion("base-again", 7, "whole"), filled())
+    wanted = WeightsVersion("tuned", 9, "whole")
+    node.loader.load(ROUTER, PrepareWeights(3, wanted, "node:d0"))
+    assert network.answer_of(node) == WeightsManaged(3, "", wanted)
+    own = node.loader.exchange.prepared
+    assert own is not None and own[1] is not node.loader.exchange.serving[1]
+    assert bytes_of(own[1]) == b"".join(values.tobytes() for values in VALUES)
+
+
 @pytest.mark.parametrize(
     ("source", "reason"),
     [

@@ -251,6 +251,9 @@ or leave {{ join ", " .surfaces }} open to every pod that gets there:
 {{/* Fails with the way out where values contradict each other. */}}
 {{- define "pdcluster.check" -}}
 {{- include "pdcluster.checkSecrets" . -}}
+{{- if and .Values.weights.source (not .Values.weights.label) -}}
+{{- fail (printf "weights.source is %s and weights.label is empty; give the weights a label" .Values.weights.source) -}}
+{{- end -}}
 {{- if .Values.weights.label -}}
 {{- if not .Values.weights.source -}}
 {{- fail (printf "weights.label is %s and weights.source is empty; say where nodes find these weights" .Values.weights.label) -}}

@@ -390,14 +390,105 @@ async def test_memory_is_released_and_taken_again_in_sglangs_words(cluster: Trai
         assert (cluster.paused is not None) == is_paused
 
 
-async def test_a_cache_is_flushed_in_a_pause_only_and_it_says_that_nothing_is_dropped(cluster: TrainedCluster) -> None:
+async def test_a_release_that_fails_halfway_is_taken_back_by_the_next_resume(cluster: TrainedCluster) -> None:
+    own_sleep = cluster.sleep
+
+    async def half(finish_s: float) -> list[str]:
+        cluster.node_list[0] = replace(cluster.node_list[0], state="sleeping")
+        raise PdclusterError("node decode-0 has no room")
+
     async with trainer(cluster) as client:
-        asked = (("GET", "/flush_cache?timeout=3"), ("POST", "/flush_cache"), ("POST", "/reset_prefix_cache"))
-        for method, path in asked:
-            reply = await client.request(method, path)
-            assert reply.status_code == 400 and "by the weights that computed it" in reply.json()["message"]
-        await client.post("/pause")
-        for method, path in asked:
+        cluster.sleep = half  # type: ignore[method-assign]
+        assert (await client.post("/release_memory_occupation")).status_code == 500
+        assert cluster.paused == "keep"  # a node sleeps
+        cluster.sleep = own_sleep  # type: ignore[method-assign]
+        assert (await client.post("/release_memory_occupation")).status_code == 200
+        assert (await client.post("/resume_memory_occupation")).status_code == 200
+        assert cluster.paused is None
+
+
+async def test_a_caller_that_leaves_before_any_node_sleeps_leaves_no_pause(cluster: TrainedCluster) -> None:
+    asked = asyncio.Event()
+
+    async def hang(finish_s: float) -> list[str]:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    cluster.sleep = hang  # type: ignore[method-assign]
+    async with trainer(cluster) as client:
+        call = asyncio.ensure_future(client.post("/sleep"))
+        await asked.wait()
+        call.cancel()
+        async with asyncio.timeout(10.0):
+            while cluster.paused is not None:
+                await asyncio.sleep(0.02)
+
+
+async def test_nothing_ends_for_what_is_refused_anyway(cluster: TrainedCluster) -> None:
+    async with trainer(cluster) as client:
+        body = {"model_path": SOURCE, "weight_version": "one", "abort_all_requests": True}
+        assert (await client.post("/update_weights_from_disk", json=body)).status_code == 200
+        cluster.changes.clear()
+        assert (await client.post("/update_weights_from_disk", json=body)).status_code == 409
+        assert (
+            await client.post("/update_weights_from_disk", json={**body, "weight_version": "no label"})
+        ).status_code == 400
+        assert (await client.post("/start_weight_update", json={"max_pause_s": -5})).status_code == 400
+        cluster.node_list[1] = replace(cluster.node_list[1], engine="vllm")
+        refused = await client.post("/sleep")
+        assert refused.status_code == 400 and "decode-0 runs vllm" in refused.json()["message"]
+        assert cluster.changes == []
+
+
+async def test_an_update_that_was_given_up_while_it_loads_ends_no_later_one(cluster: TrainedCluster) -> None:
+    cluster.loads.clear()
+    async with trainer(cluster) as client:
+        await client.post("/start_weight_update")
+        await client.post("/update_weights", json={"update_info": {"model_path": SOURCE}})
+        finish = asyncio.ensure_future(client.post("/finish_weight_update", json={"weight_version": "one"}))
+        while not any(change[0] == "load" for change in cluster.changes):
+            await asyncio.sleep(0.01)
+        await client.post("/resume")
+        await client.post("/start_weight_update")
+        cluster.loads.set()
+        assert (await finish).status_code == 200
+        assert cluster.paused == "keep"  # that of the second update, which is still open
+        assert (await client.post("/start_weight_update")).status_code == 409
+
+
+async def test_an_update_ends_no_pause_that_the_trainer_asked_for_since(cluster: TrainedCluster) -> None:
+    async with trainer(cluster) as client:
+        await client.post("/start_weight_update")
+        await client.post("/pause?mode=keep")
+        await client.post("/update_weights", json={"update_info": {"model_path": SOURCE}})
+        assert (await client.post("/finish_weight_update")).status_code == 200
+        assert cluster.paused == "keep"
+        await client.post("/resume")
+        await client.post("/release_memory_occupation")
+        await client.post("/wake_up")
+        await client.post("/pause?mode=keep")
+        await client.post("/release_memory_occupation")
+        await client.post("/resume_memory_occupation")
+        assert cluster.paused == "keep"
+
+
+async def test_the_label_that_sleepers_have_may_be_loaded(cluster: TrainedCluster) -> None:
+    async with trainer(cluster) as client:
+        body = {"model_path": SOURCE, "weight_version": "one"}
+        assert (await client.post("/update_weights_from_disk", json=body)).status_code == 200
+        await client.post("/release_memory_occupation")
+        assert (await client.post("/update_weights_from_disk", json=body)).status_code == 200
+
+
+async def test_a_flush_says_that_nothing_is_dropped(cluster: TrainedCluster) -> None:
+    """Clients wait for it before they begin, without a pause."""
+    async with trainer(cluster) as client:
+        for method, path in (
+            ("GET", "/flush_cache?timeout=3"),
+            ("POST", "/flush_cache"),
+            ("POST", "/reset_prefix_cache"),
+        ):
             reply = await client.request(method, path)
             assert reply.status_code == 200 and "nothing was dropped" in reply.json()["message"]
 
