@@ -27,6 +27,7 @@ STORED_TYPES = tuple(KIND_BYTES)
 # Buffers that early Llama checkpoints carry; they follow from the config.
 OBSOLETE = ".rotary_emb.inv_freq"
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz")
+TOKENIZER = "tokenizer.json"
 SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "tokenizer.tiktoken")
 SAVE_AGAIN = (
     "load it with transformers and save it again: model.save_pretrained(DIR) and tokenizer.save_pretrained(DIR)"
@@ -52,6 +53,15 @@ def check_model_files(model: Path, *, needs_tokenizer: bool = True) -> None:
             "--tokenizer DIR"
         )
         raise ModelError(f"{model} has no tokenizer.json; {what}: {way_out}")
+
+
+def check_tokenizer(source: Path, serving: Path) -> None:
+    """Raises ModelError where other weights of a model come with another tokenizer than the one that serves."""
+    own, other = serving / TOKENIZER, source / TOKENIZER
+    if own.is_file() and other.is_file() and own.read_bytes() != other.read_bytes():
+        raise ModelError(
+            f"{other} is another tokenizer than the one that serves; leave the file out if the tokens are the same"
+        )
 
 
 def _check_file(model: Path) -> None:

@@ -22,6 +22,7 @@ from pdcluster.checkpoint.held_files import copy_file
 from pdcluster.checkpoint.inspection import OBSOLETE, check_stored_type
 from pdcluster.core.errors import ModelError
 from pdcluster.core.weights import KIND_BYTES, WeightTensor
+from pdcluster.settings.sources import CACHE_VARIABLE
 
 # Of a new image: tensors begin at a page.
 ALIGN_BYTES = 4096
@@ -104,21 +105,34 @@ class StoredImage:
     """
 
     def __init__(self, image: WeightImage, directory: Path) -> None:
-        """Raises ModelError where the disk has no room."""
-        self._digests = image.digests
+        """Take the room. Files that a StoredImage made are used again. Raises ModelError where there is none."""
+        self._digests, self._is_filled = image.digests, image.is_stored
         self._files: list[IO[bytes]] = []
         try:
+            directory.mkdir(parents=True, exist_ok=True)
             for fd in image.fds:
                 if image.is_stored:
                     self._files.append(os.fdopen(os.dup(fd), "rb"))
                     continue
                 self._files.append(tempfile.TemporaryFile(dir=directory))  # noqa: SIM115 -- `close` closes them
-                copy_file(fd, self._files[-1].fileno())
+                os.posix_fallocate(self._files[-1].fileno(), 0, os.fstat(fd).st_size)
         except OSError as error:
             self.close()
             raise ModelError(
-                f"weights of {image.nbytes} bytes cannot be kept in {directory}: {error.strerror}"
+                f"weights of {image.nbytes} bytes cannot be kept in {directory}: {error.strerror}; make room there, or "
+                f"set {CACHE_VARIABLE} to another directory"
             ) from error
+
+    def fill(self, image: WeightImage) -> None:
+        """Copy the image that the room was taken for. Raises ModelError for a disk that fails."""
+        if self._is_filled:
+            return
+        try:
+            for fd, file in zip(image.fds, self._files, strict=True):
+                copy_file(fd, file.fileno())
+        except OSError as error:
+            raise ModelError(f"weights cannot be written to the disk: {error.strerror}") from error
+        self._is_filled = True
 
     def open(self) -> WeightImage:
         """The image again, mapped from the disk."""

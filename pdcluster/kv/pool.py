@@ -68,7 +68,8 @@ class KVPool:
         """
         if self.fd is not None:
             if self._mapping is not None:
-                self._mapping.madvise(mmap.MADV_REMOVE)
+                with suppress(OSError):  # this kernel has none
+                    self._mapping.madvise(mmap.MADV_REMOVE)
             os.close(self.fd)
             self.fd = None
         self.tensor = torch.empty(0)

@@ -363,6 +363,9 @@ class NodeControl:
         if standing.is_draining or self._loader.prepared is None:
             return False
         self._end_boot(self._links.me, SwitchWeights(0, order.version.epoch, 0.0, share))
+        while self._loader.is_switching and not self.is_over():  # an engine that is changed may fail
+            self._wait()
+            self.turn()
         return self._loader.is_switching
 
     def _stay(self, reason: str) -> None:

@@ -139,7 +139,7 @@ def serve(config: NodeConfig, open_engine: Callable[[NodeProcess], OpenedEngine]
         health_address = end_stack.enter_context(health_port(config.health, health.probes))
         with ExitStack() as stack:
             process, stop = _open_process(config, health, stack, end_stack), StopSignal()
-            following: NextBoot | None = NextBoot(WeightsVersion(), process.me, open_engine, _nothing)
+            following: NextBoot | None = NextBoot(WeightsVersion(), process.me, open_engine, nothing)
             while following is not None:
                 process = replace(process, me=following.me)
                 process, following = _serve_boot(process, following, health_address, stop)
@@ -229,8 +229,8 @@ def _register(process: NodeProcess, card: NodeCard, health_address: str | None) 
     )  # fmt: skip
 
 
-def _nothing() -> None:
-    """The first boot's engine does not run before it is opened."""
+def nothing() -> None:
+    """Frees a boot that has nothing before it is opened."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,8 +232,10 @@ class WeightsExchange:
         if self.intake is None:
             raise ModelError(f"node {self._me.node} takes no weights from other nodes")
         while True:
+            if self._stop_reason:
+                raise TransferError(self._stop_reason)
             holder = self.intake.find(name) if name != self._me.node else None
-            is_over = time.monotonic() >= until or name == self._me.node or self._stop_reason
+            is_over = time.monotonic() >= until or name == self._me.node
             if holder is not None:
                 fetch = _Fetch(Peer(holder.node, holder.incarnation))
                 try:

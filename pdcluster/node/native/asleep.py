@@ -6,7 +6,10 @@ import ctypes
 import gc
 import logging
 from collections.abc import Callable, Iterable, Set
+from contextlib import ExitStack
+from pathlib import Path
 
+from pdcluster.checkpoint.weight_image import StoredImage, WeightImage
 from pdcluster.core.messages import (
     Abort,
     AbortAck,
@@ -38,6 +41,27 @@ def give_memory_back() -> None:
     trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:  # glibc has it, musl gives memory back itself
         trim(0)
+
+
+class KeptWeights:
+    """Weights that are in no file, on their way to the disk. The image is held until they are there."""
+
+    def __init__(self, image: WeightImage, directory: Path) -> None:
+        """Takes the room. Raises ModelError."""
+        self.stored, self._held = StoredImage(image, directory), ExitStack()
+        self._image = image
+        if image.hold():
+            self._held.callback(image.release)
+
+    def fill(self) -> StoredImage:
+        """Raises ModelError where the disk fails: the weights are gone then."""
+        with self._held:
+            self.stored.fill(self._image)
+        return self.stored
+
+    def close(self) -> None:
+        self._held.close()
+        self.stored.close()
 
 
 class NothingCached:

@@ -24,7 +24,7 @@ from pdcluster.engine.ops.batch_invariant import invariant_arithmetic
 from pdcluster.engine.ops.quantized import int8_arithmetic
 from pdcluster.kv.layout import DEFAULT_ARITHMETIC, Fingerprint
 from pdcluster.node.control import NodeLinks
-from pdcluster.node.native.asleep import SleepingSide, give_memory_back
+from pdcluster.node.native.asleep import KeptWeights, SleepingSide, give_memory_back
 from pdcluster.node.native.assembly import KV_REGION, Shape, Wiring, assemble, links_of
 from pdcluster.node.native.engine_side import NativeSide
 from pdcluster.node.native.engine_start import (
@@ -38,7 +38,6 @@ from pdcluster.node.native.engine_start import (
 from pdcluster.node.native.tensor_parallel.endpoint_client import RankLink
 from pdcluster.node.native.weights_source import (
     check_config,
-    check_disk,
     check_place,
     check_received,
     check_replacement,
@@ -47,7 +46,7 @@ from pdcluster.node.native.weights_source import (
     hold_beside,
     image_of,
 )
-from pdcluster.node.server import NextBoot, NodeProcess, OpenedEngine, link_settings, new_incarnation, serve
+from pdcluster.node.server import NextBoot, NodeProcess, OpenedEngine, link_settings, new_incarnation, nothing, serve
 from pdcluster.node.weights_exchange import ImageIntake
 from pdcluster.processes.leaving import leave_last
 from pdcluster.scheduler.limits import SchedulerLimits, logprob_tokens_of
@@ -115,41 +114,34 @@ def open_around(
 def fall_asleep(
     process: NodeProcess, served: ModelFacts, version: WeightsVersion, image: WeightImage | None
 ) -> NextBoot:
-    """Make the boot without an engine. Weights that are in no file are kept on the disk.
+    """Make the boot without an engine. Weights that are in no file are kept on the disk, whose room is taken now.
 
-    Raises ConfigError where it has no room for them.
+    Raises ModelError where it has none.
     """
-    kept = image if holder_of(process.weights_source) is not None else None
-    if kept is not None:
-        if not kept.is_stored:
-            check_disk(kept.nbytes, cache_directory())
-        kept.hold()
-    me = Peer(process.me.node, new_incarnation())
+    kept = None
+    if image is not None and holder_of(process.weights_source) is not None:
+        kept = KeptWeights(image, cache_directory())
     opens = partial(_open_asleep, served, version, kept)
-    return NextBoot(version, me, opens, _nothing if kept is None else kept.release, process.weights_source)
+    me = Peer(process.me.node, new_incarnation())
+    return NextBoot(version, me, opens, nothing if kept is None else kept.close, process.weights_source)
 
 
 def _open_asleep(
-    served: ModelFacts, version: WeightsVersion, kept: WeightImage | None, process: NodeProcess
+    served: ModelFacts, version: WeightsVersion, kept: KeptWeights | None, process: NodeProcess
 ) -> OpenedEngine:
     stored = None
     if kept is not None:
+        process.engine_stack.callback(kept.close)
         try:
-            stored = StoredImage(kept, cache_directory())
-            process.engine_stack.callback(stored.close)
+            stored = kept.fill()
         except ModelError as error:
             logger.error("the weights %s are gone, and have to be pushed or loaded again: %s", version, error)
-        kept.release()
     give_memory_back()
     links = links_of(wiring_of(process, {}), process.files, process.agent, process.clock, is_sleeping=True)
     card = replace(card_of(process, served, version, links, ()), sleeping=True, draining=True)
     asleep = replace(served, is_asleep=True)
     prepares, intake = partial(prepare, process, asleep, stored=stored), _intake(process, asleep, card.address)
     return OpenedEngine(links, SleepingSide(links), card, prepares, intake)
-
-
-def _nothing() -> None:
-    """No image is held."""
 
 
 def prepare(
@@ -166,26 +158,23 @@ def prepare(
     is short.
     """
     wanted, source, held = message.version, message.source, None
-    check_place(process.config)
-    if image is None and holder_of(source) is not None:
-        if stored is None or wanted.digest != serving.weights_digest:
-            raise ModelError(
-                f"node {process.me.node} has no weights {wanted} in memory any more; push or load them again"
-            )
-        image = stored.open()
-    if image is None:
-        found = local_model(Path(source)) if source else process.model_dir
-        check_replacement(found, process.model_dir, serving.config)
-        held = hold_beside(process.config, found)
-    else:
-        found, source = process.model_dir, NODE_SOURCE
-        check_config(found, serving.config)
     me, watch = Peer(process.me.node, new_incarnation()), RankWatch()
     try:
+        check_place(process.config)
+        if image is None and holder_of(source) is not None:
+            if stored is None or wanted.digest != serving.weights_digest:
+                raise ModelError(
+                    f"node {process.me.node} has no weights {wanted} in memory any more; push or load them again"
+                )
+            image = stored.open()
         if image is None:
+            found = local_model(Path(source)) if source else process.model_dir
+            check_replacement(found, process.model_dir, serving.config)
+            held = hold_beside(process.config, found)
             image, files = image_of(found, held), () if held is None else held.paths
         else:
-            files = image.paths
+            found, source, files = process.model_dir, NODE_SOURCE, image.paths
+            check_config(found, serving.config)
         engine = _start_beside(process, serving, me, found, files, watch)
         version = replace_fields(wanted, digest=engine.local.weights_digest)
         try:

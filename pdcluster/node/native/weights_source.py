@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
 from pdcluster.checkpoint.gguf import is_gguf
 from pdcluster.checkpoint.held_files import HeldFiles, is_settled, weight_files
-from pdcluster.checkpoint.inspection import check_model_files
+from pdcluster.checkpoint.inspection import check_model_files, check_tokenizer
 from pdcluster.checkpoint.weight_image import WeightImage, open_image
 from pdcluster.core.errors import ConfigError, ModelError
 from pdcluster.core.weights import WeightTensor
@@ -19,10 +18,7 @@ from pdcluster.engine.model.weights import expected_tensors
 from pdcluster.node.native.engine_start import ModelFacts
 from pdcluster.processes.free_memory import GIB, free_memory
 from pdcluster.settings.config import NodeConfig
-from pdcluster.settings.sources import CACHE_VARIABLE
 from pdcluster.weights.pieces import check_tensors
-
-TOKENIZER = "tokenizer.json"
 
 
 def held_files(config: NodeConfig, model: Path) -> HeldFiles | None:
@@ -61,26 +57,11 @@ def _check_free(nbytes: int, what: str, way_out: str) -> None:
         )
 
 
-def check_disk(nbytes: int, directory: Path) -> None:
-    """Raises ConfigError where weights that are in no file do not fit on the disk."""
-    directory.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(directory).free
-    if nbytes > free:
-        raise ConfigError(
-            f"weights that were pushed take {nbytes / GIB:.2f} GiB on the disk while the node sleeps, and {directory} "
-            f"has {free / GIB:.2f} GiB left; make room, or set {CACHE_VARIABLE} to another directory"
-        )
-
-
 def check_replacement(source: Path, serving_dir: Path, serving: ModelConfig) -> None:
     """Raises ModelError for a source that cannot be the same model with other weights. Reads no weights."""
     check_model_files(source, needs_tokenizer=False)
     check_config(source, serving)
-    own, other = serving_dir / TOKENIZER, source / TOKENIZER
-    if own.is_file() and other.is_file() and own.read_bytes() != other.read_bytes():
-        raise ModelError(
-            f"{other} is another tokenizer than the one that serves; leave the file out if the tokens are the same"
-        )
+    check_tokenizer(source, serving_dir)
 
 
 def check_config(source: Path, serving: ModelConfig) -> None:

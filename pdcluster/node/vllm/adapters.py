@@ -65,7 +65,8 @@ class AdapterBook:
         """Why the node's weights cannot change now; "": they can. An adapter is made for the weights below it, and vLLM
         unloads all with them.
         """
-        names = sorted({*self._by_name, *(load.message.name for load in self._loads.values())})
+        # Also called by the thread that checks files.
+        names = sorted({*list(self._by_name), *(load.message.name for load in list(self._loads.values()))})
         if not names:
             return ""
         return (

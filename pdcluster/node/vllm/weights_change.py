@@ -18,7 +18,7 @@ from safetensors import safe_open
 from pdcluster.checkpoint.end_tokens import eos_token_ids
 from pdcluster.checkpoint.held_files import weight_files
 from pdcluster.checkpoint.hub import local_model
-from pdcluster.checkpoint.inspection import INDEX, check_model_files
+from pdcluster.checkpoint.inspection import INDEX, check_model_files, check_tokenizer
 from pdcluster.checkpoint.text_files import read_text_files
 from pdcluster.core.errors import ModelError
 from pdcluster.core.messages import PrepareWeights
@@ -26,7 +26,6 @@ from pdcluster.core.weights import WeightsVersion
 from pdcluster.node.vllm.engine.interface import ServingEngine, WeightsChange, WeightsReplaced
 from pdcluster.node.vllm.engine.weight_files import ReadingStopped, weight_files_digest
 
-TOKENIZER = "tokenizer.json"
 # What may differ between checkpoints of one model: who wrote them, and the type in which they are stored.
 FREE_KEYS = frozenset({"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype"})
 MAX_SHOWN = 60
@@ -79,11 +78,7 @@ def check_same_model(source: Path, serving: Path) -> None:
     own, other = eos_token_ids(read_text_files(serving)), eos_token_ids(read_text_files(source))
     if own != other:
         raise _other_model(source, f"its end tokens are {other}, and {own} here")
-    if _bytes_of(serving / TOKENIZER) not in (None, _bytes_of(source / TOKENIZER)) and (source / TOKENIZER).is_file():
-        raise ModelError(
-            f"{source / TOKENIZER} is another tokenizer than the one that serves; leave the file out if the tokens are "
-            "the same"
-        )
+    check_tokenizer(source, serving)
     shapes, found = _shapes(serving), _shapes(source)
     for name in sorted(shapes.keys() | found.keys()):
         if shapes.get(name) != found.get(name):
@@ -98,10 +93,6 @@ def _other_model(source: Path, what: str) -> ModelError:
 
 def _shown(value: object) -> str:
     return "missing" if value is None else str(value)[:MAX_SHOWN]
-
-
-def _bytes_of(file: Path) -> bytes | None:
-    return file.read_bytes() if file.is_file() else None
 
 
 def _shapes(model: Path) -> dict[str, tuple[int, ...]]:
@@ -150,6 +141,8 @@ class WeightsReplacement:
 
     def advance(self, weights: CheckedWeights) -> str | None:
         """Implements weights_loader.PreparedBoot.replace."""
+        if self.is_done:
+            return ""
         if self._answer is not None:
             answer, self._answer, self._is_running = self._answer, None, False
             self.is_done = not answer.error

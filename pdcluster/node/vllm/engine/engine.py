@@ -245,6 +245,8 @@ class VllmEngine:
     def close(self) -> None:
         """Processes that do not end by themselves in time are killed."""
         self._is_closing = True
+        if self._ready.is_set():
+            self._weights.stop()
         self._call(self._closing.set)
         self._thread.join(self._options.close_s if self._ready.is_set() else 0.0)
         if killed := kill_marked(self._mark):

@@ -15,6 +15,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 # Beyond the lease of parked KV, for blocks to be free; how often they are looked at.
 FREE_S: Final = 10.0
 LOOK_S: Final = 0.05
+# For an answer that takes no load: checksums read all weights.
+CALL_S: Final = 300.0
 
 
 class WeightsLost(PdclusterError):
@@ -41,6 +44,11 @@ class EngineWeights:
     def __init__(self, llm: Any, lease_s: float) -> None:
         self._llm = llm
         self._longest_s = lease_s + FREE_S
+        self._stop = threading.Event()
+
+    def stop(self) -> None:
+        """The engine ends: read no more files. Safe in any thread."""
+        self._stop.set()
 
     async def replace(self, change: WeightsChange) -> None:
         """Raises ModelError where the former weights are in place, WeightsLost where they are not, and EngineDeadError
@@ -50,7 +58,7 @@ class EngineWeights:
 
         try:
             await self._clear_cache()
-            sums = await self._llm.compute_weight_checksums()
+            sums = await self._sums()
         except (EngineDeadError, ModelError):
             raise
         except Exception as error:
@@ -72,13 +80,16 @@ class EngineWeights:
     async def _clear_cache(self) -> None:
         """Rule 1. vLLM forgets its prefix cache only while no block is in use."""
         until = time.monotonic() + self._longest_s
-        while not await self._llm.reset_prefix_cache(reset_connector=True):
+        while not await _answered(self._llm.reset_prefix_cache(reset_connector=True), "to empty its cache"):
             if time.monotonic() >= until:
                 raise ModelError(
                     f"KV of the weights that serve was in use for {self._longest_s:g} s more, by a read or as parked "
                     "KV; load the weights again"
                 )
             await asyncio.sleep(LOOK_S)
+
+    async def _sums(self) -> object:
+        return await _answered(self._llm.compute_weight_checksums(), "for the checksums of its weights")
 
     async def _load(self, path: str, timeout_s: float) -> None:
         """A worker that is late may still write, so nothing is known after that."""
@@ -90,7 +101,7 @@ class EngineWeights:
 
     async def _check_files(self, change: WeightsChange) -> None:
         """Rule 2. Where vLLM lacks a tensor in the files it only logs that, so they must be those of the order."""
-        digest = await asyncio.to_thread(weight_files_digest, Path(change.path), threading.Event())
+        digest = await asyncio.to_thread(weight_files_digest, Path(change.path), self._stop)
         if digest != change.digest:
             raise ModelError("the files changed since they were checked")
 
@@ -101,10 +112,19 @@ class EngineWeights:
         lost = f"vLLM could not load the weights in {change.path} ({cause}), and has not the former ones"
         try:
             await self._load(change.former, change.timeout_s)
-            found = await self._llm.compute_weight_checksums()
+            found = await self._sums()
         except (EngineDeadError, WeightsLost):
             raise
         except Exception as error:
             raise WeightsLost(f"{lost}: {change.former} cannot be loaded: {error}") from error
         if found != sums:
             raise WeightsLost(f"{lost}: those in {change.former} are others by now")
+
+
+async def _answered(call: Awaitable[Any], what: str) -> Any:
+    """Raises ModelError where vLLM does not answer in time."""
+    try:
+        async with asyncio.timeout(CALL_S):
+            return await call
+    except TimeoutError:
+        raise ModelError(f"vLLM was asked {what}, and did not answer within {CALL_S:g} s") from None

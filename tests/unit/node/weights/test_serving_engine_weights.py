@@ -240,3 +240,22 @@ def test_weights_in_memory_are_refused_by_name(nodes: VllmNodes) -> None:
     nodes.say("d", ReceiveWeights(3, TUNED, Endpoint("trainer", "t-1", "127.0.0.1:9"), ()))
     nodes.turn()
     assert last(nodes, WeightsManaged).number == 3 and "write them to files" in last(nodes, WeightsManaged).error
+
+
+@pytest.mark.parametrize(("source", "is_done"), [("d-tuned", True), ("bad files", False)])
+def test_a_node_catches_up_only_when_its_engine_has_the_weights(
+    nodes: VllmNodes, monkeypatch: pytest.MonkeyPatch, source: str, is_done: bool
+) -> None:
+    """It registers with its own weights where the engine fails."""
+    node = nodes["d"]
+    own_wait = node.control._wait
+
+    def wait() -> None:
+        own_wait()
+        node.engine.step()
+
+    monkeypatch.setattr(node.control, "_wait", wait)
+    assert node.control.catch_up(PrepareWeights(0, TUNED, source), 100.0) is is_done
+    assert len(node.engine.changes) == 1 and is_over(node) is is_done
+    assert is_over(node) is is_done and len(node.engine.changes) == 1  # asked again, nothing is changed again
+    assert node.links.standing.takes_work is not is_done

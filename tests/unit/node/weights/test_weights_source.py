@@ -7,15 +7,20 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pdcluster.checkpoint.bundled import path as bundled
+from pdcluster.checkpoint.weight_image import new_image
 from pdcluster.core.errors import ConfigError, ModelError
+from pdcluster.core.messages import PrepareWeights
+from pdcluster.core.weights import WeightsVersion, WeightTensor
 from pdcluster.engine.engine import Engine
 from pdcluster.engine.model.config import read_config
-from pdcluster.node.native.engine_start import engine_config, start_engine
-from pdcluster.node.native.process import RankWatch
+from pdcluster.kv.layout import KVLayout
+from pdcluster.node.native.engine_start import ModelFacts, engine_config, start_engine
+from pdcluster.node.native.process import RankWatch, prepare
 from pdcluster.node.native.weights_source import check_place, check_replacement
 from pdcluster.settings.config import KVConfig, NodeConfig, TransferConfig
 from pdcluster.transfer.backends.base import Peer
@@ -85,3 +90,17 @@ def test_a_rank_that_is_lost_before_its_engine_serves_ends_no_node(monkeypatch: 
     watch.serves = True
     watch("rank 2 died")
     assert ended == ["rank 2 died"]
+
+
+def test_a_load_that_is_refused_closes_the_image_that_it_got(other: Path) -> None:
+    """The config of what serves was overwritten meanwhile."""
+    served = ModelFacts(read_config(other), KVLayout(1, 1, 1, 32, "float32"), 1, 1, "digest", b"")
+    changed(other, rope_theta=123.0)
+    process = SimpleNamespace(config=NodeConfig(), model_dir=other, me=Peer("n", "n1"))
+    message = PrepareWeights(1, WeightsVersion("pushed", 1), "node:d0")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        image = new_image([WeightTensor("x", "F32", (3,))])
+        with pytest.raises(ModelError, match="is another model"):
+            prepare(process, served, message, image)  # type: ignore[arg-type]
+    assert len(os.listdir("/proc/self/fd")) == before
