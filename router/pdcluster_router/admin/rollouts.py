@@ -320,6 +320,7 @@ class _Roll:
 
     async def _switch(self, node: NodeStatus) -> None:
         self._say(node.name, "ending", node)
+        before = await self._find(node.name)
         order = SwitchWeights(0, self.version.epoch, self._finish_s, self._share)
         asked = asyncio.ensure_future(self._cluster.change_weights(node.name, order))
         try:
@@ -333,19 +334,24 @@ class _Roll:
             asked.cancel()
         if answer.error:
             raise PdclusterError(f"node {node.name}: {answer.error}")
-        await self._wait_until_ready(node)
+        await self._wait_until_ready(node.name, "" if before is None else before.incarnation)
         self.num_done += 1
         self._say(node.name, "serving")
 
-    async def _wait_until_ready(self, node: NodeStatus) -> None:
+    async def _wait_until_ready(self, name: str, before: str) -> None:
+        """before: the incarnation that went over."""
         until = self._clock() + READY_S
         while (
-            (found := await self._find(node.name)) is None
+            (found := await self._find(name)) is None
             or found.state in ("connecting", "sleeping")
             or (found.weights.epoch != self.version.epoch)
         ):
+            if found is not None and found.state == "ready" and found.incarnation != before:
+                raise NodeLost(
+                    f"node {name} came back with the weights {found.weights}: it was started again meanwhile"
+                )
             if self._clock() > until:
-                raise NodeLost(f"node {node.name} did not come back within {READY_S:g} s; see its log")
+                raise NodeLost(f"node {name} did not come back within {READY_S:g} s; see its log")
             await self._cluster.wait_for_change(until - self._clock())
 
     async def _find(self, name: str) -> NodeStatus | None:

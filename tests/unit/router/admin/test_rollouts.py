@@ -112,6 +112,9 @@ class Cluster:
         self.away.discard(name)
         if self.bad.get(name) == "switch":
             return
+        if self.bad.get(name) == "killed":
+            self.by_name[name] = replace(self.by_name[name], incarnation=f"{name}-again")
+            return
         version, source = self.prepared.pop(name)
         assert version.epoch == order.epoch
         was = self.by_name[name]
@@ -443,3 +446,14 @@ async def test_a_node_that_is_started_again_while_it_falls_asleep_is_named_at_on
     async with asyncio.timeout(30):
         with pytest.raises(PdclusterError, match="node d0 came back awake"):
             await asleep
+
+
+async def test_a_node_that_was_killed_while_it_went_over_is_named_when_it_is_back() -> None:
+    cluster = two_and_two()
+    cluster.bad["p0"] = "killed"
+    async with asyncio.timeout(30):
+        with pytest.raises(PdclusterError, match=r"node p0 came back with the weights base \(epoch 0\)"):
+            await ended(rollouts(cluster).load(WeightsRollout("/b", "tuned")))
+    del cluster.bad["p0"]
+    await ended(rollouts(cluster).load(WeightsRollout("/b", "tuned")))
+    assert set(cluster.served().values()) == {"tuned@1"}
