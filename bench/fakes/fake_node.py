@@ -117,6 +117,8 @@ class FakeNode:
         self._slots: dict[int, Served] = {}
         self._sent: dict[int, Served] = {}
         self._prompts: deque[Served] = deque()
+        # Of batch requests, computed while no other prompt waits.
+        self._batch_prompts: deque[Served] = deque()
         self._computing: Served | None = None
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -205,7 +207,7 @@ class FakeNode:
     def _prefill(self, router: Peer, message: m.Prefill) -> None:
         served = self._accept(router, message.work, remote=message.remote, leg="prefill")
         if served is not None:
-            self._prompts.append(served)
+            (self._batch_prompts if message.work.is_batch else self._prompts).append(served)
             self._start_prompt()
 
     def _reserve(self, router: Peer, message: m.Reserve) -> None:
@@ -247,8 +249,8 @@ class FakeNode:
     # ------------------------------------------------------------ prompts
 
     def _start_prompt(self) -> None:
-        while self._computing is None and self._prompts:
-            served = self._prompts.popleft()
+        while self._computing is None and (self._prompts or self._batch_prompts):
+            served = (self._prompts or self._batch_prompts).popleft()
             if served.is_over:
                 continue
             self._computing = served
@@ -382,15 +384,16 @@ class FakeNode:
         self.hub.send(peer, message)
 
     def _load(self) -> m.Load:
-        waiting = [
-            served for served in (*self._prompts, *([self._computing] if self._computing else [])) if not served.is_over
-        ]
+        queued = (*self._prompts, *self._batch_prompts, *([self._computing] if self._computing else []))
+        waiting = [served for served in queued if not served.is_over]
+        prompts = [served for served in waiting if not served.work.is_batch]
         running = [served for served in self._served.values() if served.is_computed or not served.remote]
         return m.Load(
             waiting=len(waiting),
             running=len(self._served) - len(waiting),
-            waiting_tokens=sum(served.num_uncached for served in waiting),
-            waiting_pairs=round(sum(num_pairs(served.num_uncached, served.cached_tokens) for served in waiting)),
+            waiting_tokens=sum(served.num_uncached for served in prompts),
+            waiting_pairs=round(sum(num_pairs(served.num_uncached, served.cached_tokens) for served in prompts)),
+            batch_tokens=sum(served.num_uncached for served in waiting if served.work.is_batch),
             context_tokens=sum(served.num_tokens for served in running),
             pages_total=self.pages.num_pages,
             pages_free=self.pages.num_free,

@@ -85,7 +85,7 @@ class Work(Value, frozen=True, array_like=True):
     prompt shorter than a stretch; empty: such output is not cached. trace: the attempt's span
     (TraceContext.pack), above the node's own; empty: it is not traced. model: digest of the model that the router
     prepared it for (NodeCard.model_digest); empty: not said. adapter: the LoRA adapter of that model, by name; empty:
-    none."""
+    none. is_batch: nobody waits for it: it gives way to all other work."""
 
     request: Id
     attempt: Count
@@ -98,6 +98,7 @@ class Work(Value, frozen=True, array_like=True):
     trace: bytes = b""
     model: Text = ""
     adapter: AdapterName = ""
+    is_batch: bool = False
 
 
 class Endpoint(Value, frozen=True, array_like=True):
@@ -463,7 +464,8 @@ class Load(NodeMessage, frozen=True, array_like=True):
     paths: to the decode nodes written to last. failed_writes, resent_chunks, pulls: how many since the node started, by
     reason or result. draining: no new work, for now or for good. role: None: the card's. seen: number of the last frame
     from the router that gets the report; what came in it and before is counted. stuck: its engine makes no progress, so
-    it takes no work until it does."""
+    it takes no work until it does. batch_tokens: prompt tokens to compute of batch requests, which give way: they
+    are not among waiting_tokens and waiting_pairs. batch_rows: of rows, those of batch requests."""
 
     waiting: BigCount
     running: BigCount
@@ -490,6 +492,8 @@ class Load(NodeMessage, frozen=True, array_like=True):
     itl_s: Seconds = 0.0
     pulls: Reasons = ()
     stuck: bool = False
+    batch_tokens: BigCount = 0
+    batch_rows: BigCount = 0
 
     def pages_by_state(self) -> dict[str, int]:
         """Pages by state. Pinned and parked pages also count as used, cached or free."""

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pdcluster.core.lifecycle import Residence
 from pdcluster.core.messages import HASH_BYTES
 from pdcluster.cost.cost import num_pairs
 from pdcluster.scheduler.sequence import Sequence
 
 
-def backlog(running: Iterable[Sequence], waiting: Iterable[Sequence]) -> tuple[int, int]:
-    """(tokens, pairs) to compute. A waiting prompt counts without what is cached, or will be by its turn
-    (`blocks_by_then`).
+def backlog(sequences: Iterable[Sequence]) -> tuple[int, int]:
+    """(tokens, pairs) to compute of running and waiting sequences. A waiting prompt counts without what is cached, or
+    will be by its turn (`blocks_by_then`).
     """
     tokens, pairs = 0, 0.0
-    for sequence in running:
-        if sequence.num_pending > 1:
+    for sequence in sequences:
+        if sequence.state is not Residence.RUNNING:
+            uncached = max(sequence.num_tokens - sequence.num_cached, 1)
+            tokens += uncached
+            pairs += num_pairs(uncached, sequence.num_cached)
+        elif sequence.num_pending > 1:
             tokens += sequence.num_pending
             pairs += num_pairs(sequence.num_pending, sequence.num_computed)
-    for sequence in waiting:
-        uncached = max(sequence.num_tokens - sequence.num_cached, 1)
-        tokens += uncached
-        pairs += num_pairs(uncached, sequence.num_cached)
     return tokens, round(pairs)
 
 

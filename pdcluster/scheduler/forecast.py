@@ -30,6 +30,10 @@ class Forecast:
         """Learn from a step, from its launch to its results."""
         self._step_s = step_s if self._step_s is None else self._step_s + WEIGHT * (step_s - self._step_s)
 
+    def step_s(self) -> float:
+        """Seconds until the next step begins."""
+        return self._seconds(1)
+
     def row_free_s(self, running: Iterable[Sequence]) -> float:
         """Seconds until the first of these rows ends."""
         return self._seconds(min(map(self._steps_left, running), default=None))

@@ -42,6 +42,7 @@ class Occupancy:
     waiting_tokens, waiting_pairs: of prompts to compute.
     rows: rows that decode here or will, with slots.
     context_tokens: KV that they attend to.
+    batch_tokens, batch_rows: of batch sequences; only the rows are among the others, too.
     """
 
     waiting: int
@@ -53,6 +54,8 @@ class Occupancy:
     slots_used: int
     reserved: int
     parked: int
+    batch_tokens: int = 0
+    batch_rows: int = 0
 
 
 def make_row(sequence: Sequence, count: int) -> Row:
@@ -147,6 +150,10 @@ class Draft:
         self._logprobs_left -= count if sequence.wants_prompt_logprobs else 0
         (self._singles if count == 1 else self._chunks).append(sequence)
         (self._single_rows if count == 1 else self._chunk_rows).append(make_row(sequence, count))
+
+    @property
+    def has_chunk(self) -> bool:
+        return bool(self._chunks)
 
     @property
     def sequences(self) -> list[Sequence]:

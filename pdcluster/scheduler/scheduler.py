@@ -16,13 +16,18 @@ Rules that the code cites:
  4. A page enters the prefix cache after the step that filled it, or after its commit was verified; never before.
  5. At least one token of a prompt is computed here even if all of them are cached, because the first output token is
     drawn from its logits. A slot needs no logits: its first token comes with the commit.
- 6. Looking ahead takes nothing from anybody: where a row finds no page, a request could be admitted or a prompt's chunk
+ 6. Batch sequences give way. Other decodes, chunks and admissions come first. In a step with a chunk of another prompt
+    no batch prompt is computed, and none is admitted while another sequence waits. Batch rows are the first to be
+    preempted, newest first: for pages of rows, for admissions, and before the next step for slots that were refused.
+    A preempted one waits in front of batch sequences only.
+ 7. Looking ahead takes nothing from anybody: where a row finds no page, a request could be admitted or a prompt's chunk
     is due, the next step waits for the results of the one in flight. What is known ahead is heeded (a row's longest
     length), what is not (a stop) costs one row for one step.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import insort
 from collections import Counter, OrderedDict
@@ -47,6 +52,10 @@ __all__ = ["Occupancy", "Scheduler", "SchedulerLimits", "Update"]
 
 # Requests tried in one step beyond those with rows.
 _LOOKAHEAD = 8
+# After a slot was refused, batch sequences get no pages for so long: the slot's request comes again.
+_YIELD_S = 1.0
+# Refused slots for which batch rows give way at a time.
+_MOST_REFUSED = 64
 
 
 class Scheduler:
@@ -70,6 +79,9 @@ class Scheduler:
         self._credit = Credit(pages, limits.reserve_tokens)
         self._forks = Forks(pages)
         self._num_arrived = 0
+        # Pages of slots that were refused since the last step while batch rows ran; and until when those yield.
+        self._refused: list[int] = []
+        self._yield_until = -math.inf
         self._flights = StepsInFlight(pages)
         self._forecast = Forecast(limits.token_budget, limits.retry_after_s)
         # False: remote prefills stay in the queue, because too much finished KV is parked. Others pass them.
@@ -105,6 +117,18 @@ class Scheduler:
         Returns the pages of all tokens, in order. Raises BadRequest when it can never fit, Overloaded without room.
         """
         self._accept(sequence)
+        if sequence.is_batch and not self._admits_batch():
+            raise Overloaded("requests that are not batch wait for room; retry later", self._forecast.step_s())
+        try:
+            return self._reserve(sequence)
+        except Overloaded as error:
+            if sequence.is_batch or self._batch_row() is None:
+                raise
+            self._refused = [*self._refused, self._pool.pages_for(sequence.num_tokens)][-_MOST_REFUSED:]
+            self._yield_until = self._clock() + _YIELD_S
+            raise Overloaded(f"{error}; batch rows give way", self._forecast.step_s()) from error
+
+    def _reserve(self, sequence: Sequence) -> list[int]:
         running, forecast = self._running, self._forecast
         if self._num_free_rows == 0:
             raise Overloaded(f"all {self._limits.max_rows} rows are taken; retry later", forecast.row_free_s(running))
@@ -193,21 +217,53 @@ class Scheduler:
             raise IntegrityError("schedule was called while a step is in flight; call update or drop_step first")
         most = self._limits.token_budget
         step = Draft(most if token_budget is None else min(token_budget, most), self._limits.logprob_tokens)
-        preemptions_before = self.num_preemptions
-        self._take_decodes(step)
-        step.left = max(step.left, 1)
-        self._take_chunks(step)
-        if self.num_preemptions == preemptions_before:
-            self._admit(step)
+        self._give_way()
+        num_before = self.num_preemptions
+        self._take_decodes(step, is_batch=False)
+        num_batch = sum(row.is_batch and row.num_pending == 1 for row in self._running)
+        step.left = max(step.left - num_batch, 1)
+        self._take_chunks(step, is_batch=False)
+        if self.num_preemptions == num_before:
+            self._admit(step, is_batch=False)
+        step.left += num_batch
+        has_prompt = step.has_chunk
+        self._take_decodes(step, is_batch=True)
+        if not has_prompt:
+            step.left = max(step.left, 1)
+            self._take_chunks(step, is_batch=True)
+            if self.num_preemptions == num_before and self._admits_batch():
+                self._admit(step, is_batch=True)
         return self._launch(step)
 
+    def _give_way(self) -> None:
+        """Preempt batch rows for the slots that were refused since the last step (rule 6)."""
+        num_rows, num_pages = len(self._refused), sum(self._refused)
+        self._refused = []
+        while num_rows > self._num_free_rows or num_pages > self.num_spare_pages:
+            row = self._batch_row()
+            if row is None:
+                return
+            self._preempt(row)
+
+    def _batch_row(self) -> Sequence | None:
+        """The batch row that gives way first."""
+        return next((row for row in reversed(self._running) if row.is_batch and not row.remote), None)
+
+    def _admits_batch(self) -> bool:
+        """Whether no other sequence waits for room."""
+        return self._clock() >= self._yield_until and not any(
+            not each.is_batch and self._may_admit(each) for each in self._waiting.values()
+        )
+
     def look_ahead(self) -> StepPlan | None:
-        """The step behind the one in flight, before its tokens are known; None when it must wait for them (rule 6)."""
+        """The step behind the one in flight, before its tokens are known; None when it must wait for them (rule 7)."""
         flight = self._flights.followable
-        if flight is None or not can_be_followed(flight.plan, flight.sequences) or self._could_admit():
+        if flight is None or not can_be_followed(flight.plan, flight.sequences):
+            return None
+        if self._refused or self._could_admit():
             return None
         step = Draft(self._limits.token_budget)
-        for sequence in self._running:
+        for sequence in sorted(self._running, key=_is_batch):
             if sequence.remote or sequence.num_pending > 1:
                 return None
             if sequence.num_in_flight and sequence.num_tokens + 1 >= sequence.max_total:
@@ -241,45 +297,63 @@ class Scheduler:
             if sequence.state is Residence.RUNNING:
                 self._preempt(sequence)
 
-    def _take_decodes(self, step: Draft) -> None:
-        for sequence in list(self._running):
+    def _take_decodes(self, step: Draft, *, is_batch: bool) -> None:
+        for sequence in [row for row in self._running if row.is_batch is is_batch]:
             if sequence.num_pending == 1 and sequence.state is Residence.RUNNING and self._has_room(sequence):
                 step.take(sequence, 1)
 
-    def _take_chunks(self, step: Draft) -> None:
+    def _take_chunks(self, step: Draft, *, is_batch: bool) -> None:
         for sequence in self._running:
             if step.left == 0:
                 return
-            if sequence.num_pending > 1 and (room := step.room(sequence)):
+            if sequence.is_batch is is_batch and sequence.num_pending > 1 and (room := step.room(sequence)):
                 step.take(sequence, room)
 
-    def _admit(self, step: Draft) -> None:
-        """Admit waiting sequences in order.
+    def _admit(self, step: Draft, *, is_batch: bool) -> None:
+        """Admit waiting sequences of one class in order.
 
         When one finds no pages, smaller ones may pass it, at most max_overtakes times. A preempted one, whose client
         has seen tokens, is never passed. Sequences without room in this step do not count.
         """
-        if step.left == 0 or self._num_free_rows == 0:
+        if step.left == 0 or not self._has_row(is_batch=is_batch):
             return
         blocked: Sequence | None = None
-        waiting = (
-            each
-            for each in list(self._waiting.values())
-            if each.state is Residence.WAITING and (self.admit_remote or not each.remote)
-        )
+        waiting = (each for each in list(self._waiting.values()) if each.is_batch is is_batch and self._may_admit(each))
         for sequence in islice(filter(step.room, waiting), self._num_free_rows + _LOOKAHEAD):
             if blocked is not None and (blocked.num_preempted or blocked.num_overtaken >= self._limits.max_overtakes):
                 return
-            if self._try_admit(sequence):
+            if self._try_admit(sequence) or (blocked is None and self._admit_by_preempting(sequence)):
                 step.take(sequence, step.room(sequence))
                 if blocked is not None:
                     blocked.num_overtaken += 1
-                if step.left == 0 or self._num_free_rows == 0:
+                if step.left == 0 or not self._has_row(is_batch=is_batch):
                     return
             elif blocked is None:
                 blocked = sequence
 
+    def _has_row(self, *, is_batch: bool) -> bool:
+        """Whether a sequence may have a row, perhaps that of a batch sequence."""
+        return self._num_free_rows > 0 or (not is_batch and self._batch_row() is not None)
+
+    def _may_admit(self, sequence: Sequence) -> bool:
+        return sequence.state is Residence.WAITING and (self.admit_remote or not sequence.remote)
+
+    def _admit_by_preempting(self, sequence: Sequence) -> bool:
+        """Admit a sequence in the place of batch rows, where those have enough (rule 6)."""
+        if sequence.is_batch:
+            return False
+        pages = sum(row.num_pages + row.credit for row in self._running if row.is_batch and not row.remote)
+        if self._pool.pages_for(sequence.num_tokens) > self.num_spare_pages + pages:
+            return False
+        while (row := self._batch_row()) is not None:
+            self._preempt(row)
+            if self._try_admit(sequence):
+                return True
+        return False
+
     def _try_admit(self, sequence: Sequence) -> bool:
+        if self._num_free_rows == 0:
+            return False
         # Rule 5. Prompt logprobs need the logits of every prompt position.
         usable_tokens = 0 if sequence.wants_prompt_logprobs else sequence.num_tokens - 1
         is_fork = can_fork(sequence)
@@ -298,10 +372,7 @@ class Scheduler:
 
     def _could_admit(self) -> bool:
         """Whether a waiting request might be admitted to the next step."""
-        return self._num_free_rows > 0 and any(
-            each.state is Residence.WAITING and (self.admit_remote or not each.remote)
-            for each in self._waiting.values()
-        )
+        return any(self._may_admit(each) and self._has_row(is_batch=each.is_batch) for each in self._waiting.values())
 
     def _launch(self, step: Draft) -> StepPlan | None:
         if not step.sequences:
@@ -356,11 +427,11 @@ class Scheduler:
         return self._credit.take(sequence, max_cached, is_alone=not self._running and not self._num_reserved)
 
     def _has_room(self, sequence: Sequence) -> bool:
-        """A page for the next token of a decode row, at the cost of newer rows if need be. False when the row itself
-        had to give way (rule 2).
+        """A page for the next token of a decode row, at the cost of newer and of batch rows if need be. False when the
+        row itself had to give way (rules 2 and 6).
         """
         while not self._credit.grow(sequence, sequence.num_tokens):
-            newest = next(row for row in reversed(self._running) if not row.remote)
+            newest = self._batch_row() or next(row for row in reversed(self._running) if not row.remote)
             self._preempt(newest)
             if newest is sequence:
                 return False
@@ -446,8 +517,8 @@ class Scheduler:
 
     @property
     def _preempted(self) -> Sequence | None:
-        """The preempted sequence whose turn it is; they stand in front of all others."""
-        first = next(iter(self._waiting.values()), None)
+        """The preempted sequence whose turn it is; they stand in front of all others but batch sequences."""
+        first = next((each for each in self._waiting.values() if not each.is_batch), None)
         return first if first is not None and first.num_preempted else None
 
     def is_idle(self) -> bool:
@@ -455,14 +526,20 @@ class Scheduler:
         return not self._live and not self._flights
 
     def load(self) -> Occupancy:
+        here = [*self._running, *self._waiting.values()]
         return Occupancy(
             len(self._waiting),
             len(self._running),
-            *backlog(self._running, self._waiting.values()),
+            *backlog([each for each in here if not each.is_batch]),
             *decoding(self._running, self._num_reserved),
             slots_used=len(self._running) + self._num_reserved,
             reserved=self._num_reserved,
             parked=self._num_parked,
+            batch_tokens=backlog([each for each in here if each.is_batch])[0],
+            batch_rows=sum(
+                each.is_batch and not each.remote and each.state in (Residence.RUNNING, Residence.RESERVED)
+                for each in self._live.values()
+            ),
         )
 
     def check_integrity(self) -> None:
@@ -496,6 +573,10 @@ class Scheduler:
 
 def _order(sequence: Sequence) -> int:
     return sequence.order
+
+
+def _is_batch(sequence: Sequence) -> bool:
+    return sequence.is_batch
 
 
 def _require(condition: bool, complaint: str) -> None:

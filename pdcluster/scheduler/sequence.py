@@ -40,6 +40,7 @@ class Sequence:
         "first_token_at",
         "hashes",
         "history",
+        "is_batch",
         "key",
         "last_token_at",
         "max_total",
@@ -72,6 +73,8 @@ class Sequence:
         self.attempt = work.attempt
         # Another node decodes it: it is parked after its first token.
         self.remote = remote
+        # It gives way to all other work.
+        self.is_batch = work.is_batch
         self.sampling: Sampling = work.sampling
         self.stop_token_ids = frozenset(work.sampling.stop_token_ids)
         self.num_prompt = work.num_prompt

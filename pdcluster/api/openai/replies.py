@@ -6,7 +6,7 @@ None is written as null.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -212,8 +212,6 @@ class Head(Struct, frozen=True):
     """What all chunks of one reply share.
     pieces: for the text of tokens in logprobs.
     so_far: the usage that chunks report; None for none.
-    num_prompt: tokens of all prompts.
-    is_cut: more tokens were asked for than the context has left.
     """
 
     id: str
@@ -224,8 +222,6 @@ class Head(Struct, frozen=True):
     token_ids: bool
     include_usage: bool
     so_far: UsageSoFar | None = None
-    num_prompt: int = 0
-    is_cut: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -239,8 +235,8 @@ class ReplyFormat(Protocol):
         """Whether chunks have nothing but the answer: no logprobs, no token ids, no usage."""
         ...
 
-    def opening(self, index: int, cached_tokens: int | None) -> bytes:
-        """The events before a choice's first piece; b"" for none. cached_tokens: of the prompt; None: not known yet."""
+    def opening(self, index: int) -> bytes:
+        """The event before a choice's first text; b"" for none."""
         ...
 
     def chunk(self, index: int, piece: TextPiece) -> bytes: ...
@@ -249,33 +245,18 @@ class ReplyFormat(Protocol):
         """The JSON before and after the text of chunks that carry nothing else; None where some carry more."""
         ...
 
-    def ending(self, usage: TokenUsage | None) -> bytes:
-        """What follows the last piece of a stream. usage: None where it was not asked for."""
-        ...
-
-    @property
-    def failure(self) -> Callable[[PdclusterError], bytes] | None:
-        """Makes the last event of a stream that fails; None: it is the API's error event."""
-        ...
-
-    @property
-    def ping(self) -> bytes:
-        """An event that says nothing, for streams that are silent for long; b"" for none."""
-        ...
+    def usage_chunk(self, usage: TokenUsage) -> bytes: ...
 
     def whole(self, pieces: Sequence[TextPiece], usage: TokenUsage) -> bytes: ...
 
 
 class ChatFormat:
-    failure = None
-    ping = b""
-
     def __init__(self, head: Head) -> None:
         self._head = head
         self.is_plain = head.is_plain
         self._plain: _PlainChunks | None = None
 
-    def opening(self, index: int, cached_tokens: int | None) -> bytes:
+    def opening(self, index: int) -> bytes:
         return sse.event(self._encode_chunk(index, TextPiece(), ChatDelta(role="assistant", content=""), empty=True))
 
     def chunk(self, index: int, piece: TextPiece) -> bytes:
@@ -293,10 +274,8 @@ class ChatFormat:
             self._plain = _PlainChunks(self._encode_chunk(0, TextPiece(), ChatDelta(content="")), b'"content":""')
         return self._plain
 
-    def ending(self, usage: TokenUsage | None) -> bytes:
-        if usage is None:
-            return sse.DONE
-        return sse.event(_encode(ChatChunk(self._head.id, self._head.created, self._head.model, [], usage))) + sse.DONE
+    def usage_chunk(self, usage: TokenUsage) -> bytes:
+        return sse.event(_encode(ChatChunk(self._head.id, self._head.created, self._head.model, [], usage)))
 
     def whole(self, pieces: Sequence[TextPiece], usage: TokenUsage) -> bytes:
         choices = [
@@ -369,15 +348,12 @@ def _whole_calls(deltas: Sequence[ToolCallDelta]) -> list[CalledTool]:
 
 
 class CompletionFormat:
-    failure = None
-    ping = b""
-
     def __init__(self, head: Head) -> None:
         self._head = head
         self.is_plain = head.is_plain
         self._plain: _PlainChunks | None = None
 
-    def opening(self, index: int, cached_tokens: int | None) -> bytes:
+    def opening(self, index: int) -> bytes:
         return b""
 
     def chunk(self, index: int, piece: TextPiece) -> bytes:
@@ -394,11 +370,8 @@ class CompletionFormat:
             self._plain = _PlainChunks(self._encode_chunk(0, TextPiece()), b'"text":""')
         return self._plain
 
-    def ending(self, usage: TokenUsage | None) -> bytes:
-        if usage is None:
-            return sse.DONE
-        head = self._head
-        return sse.event(_encode(CompletionReply(head.id, head.created, head.model, [], usage))) + sse.DONE
+    def usage_chunk(self, usage: TokenUsage) -> bytes:
+        return sse.event(_encode(CompletionReply(self._head.id, self._head.created, self._head.model, [], usage)))
 
     def whole(self, pieces: Sequence[TextPiece], usage: TokenUsage) -> bytes:
         choices = (

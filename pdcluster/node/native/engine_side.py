@@ -432,6 +432,8 @@ class NativeSide:
             resent_chunks=by_reason(self._parts.writer.ladder.resends),
             pulls=by_reason(self._parts.fetch.counters),
             stuck=self.is_stuck,
+            batch_tokens=scheduler.batch_tokens,
+            batch_rows=scheduler.batch_rows,
         )
 
     def snapshot(self) -> NodeSnapshot:

@@ -332,6 +332,7 @@ class VllmSide:
             itl_s=self._books.costs.itl_s,
             failed_writes=by_reason(self._failures()),
             stuck=self.is_stuck,
+            batch_tokens=queue.batch_tokens,
         )
 
     def snapshot(self) -> NodeSnapshot:

@@ -42,7 +42,8 @@ class UnstartedRequest:
 
 
 class EngineQueue:
-    """Requests with a prompt to compute wait here, first come, first served. Rows of a decode node pass it.
+    """Requests with a prompt to compute wait here, first come, first served, batch requests behind all others. Rows of
+    a decode node pass it.
 
     max_waiting: requests that may wait.
     costs: told of all that vLLM gets.
@@ -60,8 +61,9 @@ class EngineQueue:
         self._max_waiting = max_waiting
         self._numbers = itertools.count()
         self._waiting: OrderedDict[str, UnstartedRequest] = OrderedDict()
-        # Prompts that vLLM computes, by their tokens; and rows that run in it.
+        # Prompts that vLLM computes, by their tokens; those of batch requests among them; and rows that run in it.
         self._prompts: dict[str, int] = {}
+        self._batch: set[str] = set()
         self._rows: dict[str, int] = {}
 
     def request_of(
@@ -80,6 +82,7 @@ class EngineQueue:
             fence=fence_of(work) if parks or reference else "",
             reference=reference,
             pooling=pooling,
+            is_batch=work.is_batch,
         )
 
     def push(self, request: EngineRequest, on_added: Callable[[], None]) -> None:
@@ -102,8 +105,14 @@ class EngineQueue:
         while self._waiting and (not self._prompts or sum(self._prompts.values()) < most):
             if len(self._prompts) + len(self._rows) >= self._facts.max_rows:
                 return
-            key, queued = self._waiting.popitem(last=False)
+            key = next((key for key, each in self._waiting.items() if not each.request.is_batch), "")
+            if not key and len(self._batch) < len(self._prompts):
+                return  # another prompt is computed
+            key = key or next(iter(self._waiting))
+            queued = self._waiting.pop(key)
             self._prompts[key] = len(queued.request.token_ids)
+            if queued.request.is_batch:
+                self._batch.add(key)
             self._add(queued.request)
             queued.on_added()
 
@@ -118,11 +127,13 @@ class EngineQueue:
 
     def is_computed(self, key: str) -> None:
         """The request's first token came: it is a row now."""
+        self._batch.discard(key)
         if (num_tokens := self._prompts.pop(key, None)) is not None:
             self._rows[key] = num_tokens
 
     def ended(self, key: str) -> None:
         """vLLM is done with it."""
+        self._batch.discard(key)
         self._prompts.pop(key, None)
         self._rows.pop(key, None)
 
@@ -152,9 +163,19 @@ class EngineQueue:
 
     @property
     def waiting_tokens(self) -> int:
-        return sum(self._prompts.values()) + sum(len(each.request.token_ids) for each in self._waiting.values())
+        """Of prompts that are not batch."""
+        return sum(self._lengths(is_batch=False))
 
     @property
     def waiting_pairs(self) -> int:
-        queued = (len(each.request.token_ids) for each in self._waiting.values())
-        return int(sum(num_pairs(count, 0) for count in (*self._prompts.values(), *queued)))
+        return int(sum(num_pairs(count, 0) for count in self._lengths(is_batch=False)))
+
+    @property
+    def batch_tokens(self) -> int:
+        return sum(self._lengths(is_batch=True))
+
+    def _lengths(self, *, is_batch: bool) -> list[int]:
+        """Tokens of each prompt to compute."""
+        given = [count for key, count in self._prompts.items() if (key in self._batch) is is_batch]
+        queued = [each.request for each in self._waiting.values() if each.request.is_batch is is_batch]
+        return [*given, *(len(request.token_ids) for request in queued)]

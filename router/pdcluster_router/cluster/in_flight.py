@@ -117,13 +117,17 @@ class WorkInFlight:
 def work_of(message: Prefill | Reserve, cached_tokens: int) -> InFlightWork:
     """The load that a message adds to a node with `cached_tokens` of the prompt in its cache.
 
-    Only a leg that decodes there takes a row for long.
+    Only a leg that decodes there takes a row for long. Prompts of batch requests are in nobody's way.
     """
-    num_tokens = len(message.work.token_ids) // TOKEN_BYTES
+    work = message.work
+    num_tokens = len(work.token_ids) // TOKEN_BYTES
     if isinstance(message, Reserve):
-        return InFlightWork(1, 0, 0, 1, num_tokens)
+        return InFlightWork(1, 0, 0, 1, num_tokens, batch_rows=int(work.is_batch))
     cached = cached_tokens if cached_tokens < num_tokens and message.fork_of is None else num_tokens - 1
     uncached = num_tokens - cached
+    if work.is_batch:
+        rows = int(not message.remote)
+        return InFlightWork(1, rows=rows, context_tokens=rows * num_tokens, batch_tokens=uncached, batch_rows=rows)
     pairs = round(num_pairs(uncached, cached))
     return (
         InFlightWork(1, uncached, pairs, 0, 0, 1)

@@ -41,6 +41,9 @@ class InFlightWork(NamedTuple):
     context_tokens: int = 0
     # Requests whose prompt the node is to compute.
     prompts: int = 0
+    # Prompt tokens of batch requests, which are not among the others; and their part of the rows.
+    batch_tokens: int = 0
+    batch_rows: int = 0
 
 
 NOTHING_PENDING = InFlightWork()
@@ -180,7 +183,7 @@ class NodeView(msgspec.Struct, frozen=True):
         return node
 
 
-NOT_REPORTED = (0.0,) * 13
+NOT_REPORTED = (0.0,) * 15
 
 
 def _reported(load: Load) -> tuple[float, ...]:
@@ -199,6 +202,8 @@ def _reported(load: Load) -> tuple[float, ...]:
         load.pages_free + load.pages_cached,
         load.pages_parked,
         load.pages_total,
+        load.batch_tokens,
+        load.batch_rows,
     )
     return tuple(map(float, numbers))
 

@@ -45,6 +45,10 @@ HangUp = Callable[[], None]
 TakeTokens = Callable[[int, tuple[int, ...]], bool]
 
 
+# The tier of batch requests, below all that a request may ask for.
+BATCH_PRIORITY = 11
+
+
 class TenantPriority(msgspec.Struct, frozen=True):
     """The tenant of a request, and how urgent the request is."""
 
@@ -52,6 +56,11 @@ class TenantPriority(msgspec.Struct, frozen=True):
     weight: float = 1.0
     # Lower goes first.
     priority: int = 0
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it gives way to all other requests."""
+        return self.priority >= BATCH_PRIORITY
 
 
 ANYBODY = TenantPriority()

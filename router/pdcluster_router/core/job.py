@@ -113,6 +113,8 @@ class Job(msgspec.Struct, eq=False):
     may_change_weights: bool = False
     # Which weights made tokens before that; empty while there was one version.
     past_weights: list[OutputWeights] = []
+    # It gives way to all other work.
+    is_batch: bool = False
 
     def work(self, attempt: int, now: float, num_emitted: int) -> Work:
         """The request as nodes receive it: the prompt and the first num_emitted tokens behind it."""
@@ -130,6 +132,7 @@ class Job(msgspec.Struct, eq=False):
             self.trace,
             self.model,
             self.adapter,
+            self.is_batch,
         )
 
     def move_to(self, served: ModelInfo, chain: HashChain) -> None:

@@ -89,7 +89,8 @@ class NodeRow(NumberRecord):
     spread: float
     doubt: float
 
-    # What it reported. has_load: 0 before its first report. pages_left: free or only cached.
+    # What it reported. has_load: 0 before its first report. pages_left: free or only cached. batch_tokens: prompt
+    # tokens of batch requests, which are not among the others; batch_rows: of the rows, theirs.
     has_load: float
     reported_prompts: float
     reported_requests: float
@@ -103,6 +104,8 @@ class NodeRow(NumberRecord):
     pages_left: float
     pages_parked: float
     pages: float
+    reported_batch_tokens: float
+    reported_batch_rows: float
 
     # What this router sent since (`InFlightWork`).
     in_flight: float
@@ -112,12 +115,15 @@ class NodeRow(NumberRecord):
     sent_rows: float
     sent_context: float
     sent_prompts: float
+    sent_batch_tokens: float
+    sent_batch_rows: float
 
     # What follows (`derive`). wait_s: until a new prompt begins. backlog_s: prompt work, if computed alone.
     # stretch: factor by which prompts take longer beside rows. added_s: what all rows add to a step. tpot_s: between
     # tokens of a row while no prompt is computed. itl_s: lately, prompts included. prompt_step_s: a step with the rows
     # and a chunk of a prompt. missing_rows: rows that must end before one more fits, as a share of all. spare_pages:
-    # for a new row. tight: 1 ÷ pages held by rows where pages are scarce, else 0.
+    # for a new row. tight: 1 ÷ pages held by rows where pages are scarce, else 0. batch_s: batch prompts, if computed
+    # alone. own_rows: rows that are not batch.
     num_prompts: float = 0.0
     num_requests: float = 0.0
     rows: float = 0.0
@@ -132,6 +138,8 @@ class NodeRow(NumberRecord):
     missing_rows: float = 0.0
     spare_pages: float = 0.0
     tight: float = 0.0
+    batch_s: float = 0.0
+    own_rows: float = 0.0
 
 
 NodeRow.dtype = dtype_of(NodeRow)
@@ -160,6 +168,8 @@ def derive(node: NodeRow) -> None:
     node.stretch = 1.0 + added_s / step_s if step_s > 0.0 else 1.0
     node.wait_s, node.backlog_s, node.added_s, node.tpot_s = backlog_s * node.stretch, backlog_s, added_s, tpot_s
     node.itl_s = node.reported_itl_s if rows > 0.0 and node.reported_itl_s > tpot_s else tpot_s
+    node.batch_s = node.token_s * (node.reported_batch_tokens + node.sent_batch_tokens)
+    node.own_rows = rows - node.reported_batch_rows - node.sent_batch_rows
     node.prompt_step_s = (step_s if step_s > node.decode_fixed_s else node.decode_fixed_s) + added_s
 
 
@@ -187,12 +197,13 @@ def derive_room(node: NodeRow) -> None:
         node.tight = 1.0 / (held if held > 1.0 else 1.0)
 
 
-def note_sent(nodes: Sequence[NodeRow], in_flight: int, sent: tuple[int, int, int, int, int, int]) -> None:
+def note_sent(nodes: Sequence[NodeRow], in_flight: int, sent: tuple[int, int, int, int, int, int, int, int]) -> None:
     """Write what this router now has in flight on the one node: requests, and the fields of `InFlightWork`."""
     node = nodes[0]
     node.in_flight = in_flight
     node.sent_requests, node.sent_tokens, node.sent_pairs = sent[0], sent[1], sent[2]
     node.sent_rows, node.sent_context, node.sent_prompts = sent[3], sent[4], sent[5]
+    node.sent_batch_tokens, node.sent_batch_rows = sent[6], sent[7]
     derive(node)
 
 

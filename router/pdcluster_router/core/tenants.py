@@ -33,7 +33,7 @@ from msgspec import Meta
 
 from pdcluster.core.errors import BadRequest, ConfigError, Unauthorized
 from pdcluster.settings.secret_file import read_secret_file
-from pdcluster_router.core.generation import TenantPriority
+from pdcluster_router.core.generation import BATCH_PRIORITY, TenantPriority
 
 MOST_URGENT, LEAST_URGENT = -10, 10
 MAX_KEY_CHARACTERS = 512
@@ -67,14 +67,19 @@ class Tenant:
     # Of its cached prefixes; b"": shared by all.
     salt: bytes = b""
 
-    def standing(self, priority: int | None) -> TenantPriority:
-        """Its TenantPriority for a request of this priority; None: the usual one. Raises BadRequest."""
+    def standing(self, priority: int | None, *, is_batch: bool = False) -> TenantPriority:
+        """Its TenantPriority for a request of this priority; None: the usual one. A batch request is below all.
+
+        Raises BadRequest.
+        """
         usual = max(self.priority, 0)
         if priority is not None and priority < self.priority:
             raise BadRequest(
                 f"priority {priority} is more urgent than {self.priority}, which is the most that this key may ask for",
                 "priority",
             )
+        if is_batch:
+            return TenantPriority(self.name, self.weight, BATCH_PRIORITY)
         return TenantPriority(self.name, self.weight, usual if priority is None else priority)
 
     def cache_salt(self, asked: str | None) -> bytes:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from rich.console import Console
 from rich.table import Table
 
+from pdcluster_router.core.generation import BATCH_PRIORITY
 from pdcluster_router.explain.records import ExplainedDecision, Explanation, Hindsight
 from pdcluster_router.policy.candidates import Candidate
 
@@ -46,7 +47,8 @@ def _head(explanation: Explanation) -> str:
     ttft = f", first token after {_seconds(explanation.ttft_s)}" if explanation.ttft_s is not None else ""
     name = f"{explanation.request} ({explanation.client_id})" if explanation.client_id else explanation.request
     trace = f", trace {explanation.trace}" if explanation.trace else ""
-    return f"request {name}, came {came}{tenant}, priority {explanation.priority}{ttft}{ended}{trace}"
+    urgency = "batch" if explanation.priority >= BATCH_PRIORITY else f"priority {explanation.priority}"
+    return f"request {name}, came {came}{tenant}, {urgency}{ttft}{ended}{trace}"
 
 
 def _decision_line(beginning: str, decision: ExplainedDecision) -> str:

@@ -38,15 +38,15 @@ from pdcluster_router.frontend.grammar_pool import shared_pool
 from pdcluster_router.frontend.health import AGE_S, CachedExposition, readiness_of
 from pdcluster_router.frontend.places import Places
 from pdcluster_router.frontend.prepare import (
+    CLASS,
     DEADLINE,
     MODE,
-    OPENAI_CHAT,
-    ChatApi,
     Prepared,
     Terms,
     constrained,
     deadline_of,
     find_model,
+    is_batch_of,
     is_long,
     mode_of,
     named_versions,
@@ -90,10 +90,11 @@ OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completio
 # Asked by machines again and again: they are answered, and not counted among requests.
 PROBES = frozenset(("/health", "/ready", "/livez", "/readyz", "/metrics"))
 SERVED = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models")
+BATCH_PATHS = ("/v1/files", "/v1/batches", "/v1/messages/batches")
 # First parts of paths that clients of OpenAI-like servers may ask for.
 NOT_SERVED = (
     "/v1/responses", "/v1/conversations", "/v1/messages", "/v1/rerank", "/v1/score", "/v1/images",
-    "/v1/audio", "/v1/videos", "/v1/files", "/v1/uploads", "/v1/batches", "/v1/moderations", "/v1/assistants",
+    "/v1/audio", "/v1/videos", "/v1/uploads", "/v1/moderations", "/v1/assistants",
     "/v1/threads", "/v1/vector_stores", "/v1/fine_tuning", "/v1/evals", "/v1/containers", "/v1/realtime",
 )  # fmt: skip
 
@@ -317,6 +318,11 @@ class App:
             return self._get[path], ("GET", "HEAD", "OPTIONS")
         if path.startswith(MODELS_PREFIX):
             return self._model, ("GET", "HEAD", "OPTIONS")
+        if path.startswith(BATCH_PATHS):
+            raise UnknownName(
+                f"{path[:200]} is not served: routers keep nothing; run pdctl batch run IN.jsonl -o OUT.jsonl, which "
+                "reads OpenAI's batch files"
+            )
         if path.startswith(NOT_SERVED):
             raise UnknownName(f"{path[:200]} is not served here; of OpenAI's API there are {', '.join(SERVED)}")
         raise UnknownName(f"there is no {path[:200]}{closest(path, self._paths())}")
@@ -338,19 +344,17 @@ class App:
     # ------------------------------------------------ generations
 
     def _chat(self, exchange: Exchange) -> None:
-        self._converse(exchange, requests.decode_chat(exchange.take_body()), OPENAI_CHAT)
-
-    def _converse(self, exchange: Exchange, request: requests.ChatRequest, api: ChatApi) -> None:
+        request = requests.decode_chat(exchange.take_body())
         terms = self._terms(exchange)
         if not is_long(request) and not self._dispatcher.awaits_model:
             try:
-                prepared = prepare_chat(request, self._dispatcher, terms, BRIEF, api)
+                prepared = prepare_chat(request, self._dispatcher, terms, BRIEF)
             except TakesLong as error:
                 log.debug("request %s: %s", exchange.id, error)
             else:
                 self._begin(exchange, prepared, terms)
                 return
-        self._prepare_later(exchange, partial(prepare_chat, request, self._dispatcher, terms, api=api), terms)
+        self._prepare_later(exchange, partial(prepare_chat, request, self._dispatcher, terms), terms)
 
     def _completion(self, exchange: Exchange) -> None:
         request = requests.read_completion(exchange.take_body())
@@ -437,9 +441,10 @@ class App:
         if DEADLINE in headers:
             deadline_s = deadline_of(exchange.header(DEADLINE), deadline_s)
         mode = mode_of(exchange.header(MODE)) if MODE in headers else None
+        is_batch = CLASS in headers and is_batch_of(exchange.header(CLASS))
         return Terms(
             exchange.id, exchange.arrived, self.settings.max_choices, deadline_s, tenant, mode, exchange.client_id,
-            trace=exchange.request_trace,
+            trace=exchange.request_trace, is_batch=is_batch,
         )  # fmt: skip
 
     # ------------------------------------------------ tokens

@@ -66,7 +66,7 @@ class PreparedEmbeddings(msgspec.Struct, frozen=True):
             sampling=NO_SAMPLING,
             deadline_s=terms.left_s,
             salt=self.salt,
-            standing=terms.tenant.standing(self.priority),
+            standing=terms.standing(self.priority),
             mode="local",
             client_id=terms.client_id,
             trace=terms.trace,
@@ -90,7 +90,7 @@ def prepare_embeddings(request: EmbeddingRequest, dispatcher: Dispatcher, terms:
         )
     asked = VersionAsked(terms.request_id, request.weights, "local")
     model = find_model(dispatcher, request.model, embeds=True, asked=asked)
-    terms.tenant.standing(request.priority)  # it may be too urgent for the key
+    terms.standing(request.priority)  # it may be too urgent for the key
     given = inputs_of(request)
     names = ["input"] if len(given) == 1 else [f"input[{index}]" for index in range(len(given))]
     adds_special = request.add_special_tokens is not False

@@ -47,6 +47,7 @@ from pdcluster_router.frontend.prepare import (
     Terms,
     constrained,
     find_model,
+    is_batch_of,
     is_long,
     mode_of,
     named_versions,
@@ -220,9 +221,10 @@ class Inference(stubs.InferenceServicer):
         with self._places.taken(terms.tenant):
             await context.send_initial_metadata((("x-request-id", terms.client_id or terms.request_id),))
             mode = mode_of(_metadata(context, "x-pdcluster-mode"))
+            is_batch = is_batch_of(_metadata(context, "x-pdcluster-class"))
             reader = _Reader(self._settings.stall_s)
             terms = msgspec.structs.replace(
-                terms, deadline_s=self._deadline_s(context), mode=mode, hang_up=reader.hang_up
+                terms, deadline_s=self._deadline_s(context), mode=mode, hang_up=reader.hang_up, is_batch=is_batch
             )
             prepared = await self._prepare(request, terms)
             pieces = merge([pieces_of(choice, self._dispatcher) for choice in prepared.choices])

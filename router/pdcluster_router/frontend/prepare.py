@@ -9,13 +9,12 @@ import asyncio
 import math
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from secrets import randbits
 from typing import Any, cast
 
 import msgspec
-from msgspec import structs
 
 from pdcluster.api.openai import limits, requests
 from pdcluster.api.openai.answer_shape import AnswerShape
@@ -34,7 +33,7 @@ from pdcluster.api.validate import closest
 from pdcluster.core.errors import BadRequest, DeadlineExceeded, Unavailable, UnknownModel
 from pdcluster.core.grammar import Grammar
 from pdcluster.core.sampling import Sampling
-from pdcluster_router.core.generation import Dispatcher, Force, Generation, HangUp, ModelInfo
+from pdcluster_router.core.generation import Dispatcher, Force, Generation, HangUp, ModelInfo, TenantPriority
 from pdcluster_router.core.tenants import ANYBODY, Tenant
 from pdcluster_router.core.tracing import RequestTrace
 from pdcluster_router.frontend.choices import Clock, Echo, OutputChoice
@@ -43,8 +42,9 @@ from pdcluster_router.frontend.grammar_pool import shared_pool
 SEED_BITS = 63
 
 DEADLINE = b"x-request-deadline-s"
-# Headers of `deadline_of` and `mode_of`.
+# Headers of `deadline_of`, `mode_of` and `is_batch_of`.
 MODE = b"x-pdcluster-mode"
+CLASS = b"x-pdcluster-class"
 
 # Characters that a part of a message, or a tool call, counts beside its text.
 PART_CHARACTERS = 16
@@ -61,6 +61,7 @@ class Terms(msgspec.Struct, frozen=True):
     arrived: monotonic seconds, from which deadline_s counts.
     mode: from the header; None without one.
     client_id, hang_up, trace: see Generation.
+    is_batch: it gives way to all other requests.
     """
 
     request_id: str
@@ -72,6 +73,11 @@ class Terms(msgspec.Struct, frozen=True):
     client_id: str = ""
     hang_up: HangUp | None = None
     trace: RequestTrace | None = None
+    is_batch: bool = False
+
+    def standing(self, priority: int | None) -> TenantPriority:
+        """Raises BadRequest for a priority that the tenant may not ask for."""
+        return self.tenant.standing(priority, is_batch=self.is_batch)
 
     @property
     def left_s(self) -> float:
@@ -96,23 +102,8 @@ class Prepared(msgspec.Struct, frozen=True):
     def constrain(self, grammar: Grammar, left_s: float) -> None:
         """left_s: until its deadline."""
         for choice in self.choices:
-            sampling = structs.replace(choice.generation.sampling, grammar=grammar)
-            choice.generation = structs.replace(choice.generation, sampling=sampling, deadline_s=left_s)
-
-
-class ChatApi(msgspec.Struct, frozen=True):
-    """The API that a chat is asked in, as far as its answer shows it.
-
-    prefix: of reply ids.
-    cuts_length: a length beyond the context is cut to what is left of it; otherwise it is refused.
-    """
-
-    make_format: Callable[[Head], ReplyFormat]
-    prefix: str
-    cuts_length: bool = False
-
-
-OPENAI_CHAT = ChatApi(ChatFormat, "chatcmpl-")
+            sampling = msgspec.structs.replace(choice.generation.sampling, grammar=grammar)
+            choice.generation = msgspec.structs.replace(choice.generation, sampling=sampling, deadline_s=left_s)
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -151,6 +142,13 @@ def mode_of(given: str | None) -> Force | None:
     if given is None or given in ("auto", "remote", "local"):
         return cast("Force | None", given)
     raise BadRequest(f"x-pdcluster-mode is {given[:100]!r}; it must be auto, remote or local", "x-pdcluster-mode")
+
+
+def is_batch_of(given: str | None) -> bool:
+    """Whether the header x-pdcluster-class says batch."""
+    if given is None or given in ("batch", "interactive"):
+        return given == "batch"
+    raise BadRequest(f"x-pdcluster-class is {given[:100]!r}; it must be batch or interactive", "x-pdcluster-class")
 
 
 class VersionAsked(msgspec.Struct, frozen=True):
@@ -318,11 +316,7 @@ async def constrained(prepared: Prepared, terms: Terms) -> Prepared:
 
 
 def prepare_chat(
-    request: requests.ChatRequest,
-    dispatcher: Dispatcher,
-    terms: Terms,
-    bounds: Bounds = PATIENT,
-    api: ChatApi = OPENAI_CHAT,
+    request: requests.ChatRequest, dispatcher: Dispatcher, terms: Terms, bounds: Bounds = PATIENT
 ) -> Prepared:
     """bounds: BRIEF in the event loop. Then it raises TakesLong where the template needs a thread."""
     model = find_model(dispatcher, request.model, embeds=False, asked=version_asked(request, terms))
@@ -338,14 +332,12 @@ def prepare_chat(
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     limits.check_prompt(len(token_ids), model.info, "messages")
-    is_cut = api.cuts_length and asked is not None and asked > model.info.max_len - len(token_ids)
-    asked = None if is_cut else asked
     build.is_open_ended = asked is None
     max_tokens = limits.output_tokens(asked, None, len(token_ids), model.info, param)
     sampling = build.sampling(max_tokens, (request.top_logprobs or 0) if request.logprobs else None)
-    head = _head(request, api.prefix + terms.request_id, model, len(token_ids), logprobs=bool(request.logprobs))
+    head = _head(request, "chatcmpl-" + terms.request_id, model, len(token_ids), logprobs=bool(request.logprobs))
     build.check_number(1)
-    return build.prepared([Prompt(token_ids)], [sampling], api.make_format(structs.replace(head, is_cut=is_cut)))
+    return build.prepared([Prompt(token_ids)], [sampling], ChatFormat(head))
 
 
 def prepare_completion(request: requests.CompletionRequest, dispatcher: Dispatcher, terms: Terms) -> Prepared:
@@ -517,8 +509,7 @@ def _head(request: requests.Common, reply_id: str, model: ServedModel, num_promp
     options, wants_ids = request.stream_options, bool(request.return_token_ids)
     so_far = UsageSoFar(num_prompt, 0, num_prompt) if options is not None and options.continuous_usage_stats else None
     created, wants_usage = int(time.time()), _wants_usage(request)
-    pieces = model.text.pieces
-    return Head(reply_id, created, model.info.id, pieces, logprobs, wants_ids, wants_usage, so_far, num_prompt)
+    return Head(reply_id, created, model.info.id, model.text.pieces, logprobs, wants_ids, wants_usage, so_far)
 
 
 def _wants_usage(request: requests.Common) -> bool:
@@ -548,7 +539,7 @@ class _Builder:
         self.is_open_ended = False
         self.shape: AnswerShape | None = None
         self._plan = find_plan(request, model)
-        self._standing = terms.tenant.standing(request.priority)
+        self._standing = terms.standing(request.priority)
 
     def check_number(self, num_prompts: int) -> None:
         if num_prompts * self._num > self._terms.max_choices:
@@ -565,7 +556,7 @@ class _Builder:
         seed = randbits(SEED_BITS) if asked is None else limits.wire_seed(asked)
         self._generates = max_tokens > 0
         length = max_tokens or 1
-        return structs.replace(planned, max_tokens=length, seed=seed, logprobs=logprobs)
+        return msgspec.structs.replace(planned, max_tokens=length, seed=seed, logprobs=logprobs)
 
     def prepared(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], reply_format: ReplyFormat) -> Prepared:
         """The choices of prompts whose number was checked."""
@@ -575,7 +566,7 @@ class _Builder:
             choices = [
                 self._choice(
                     prompt,
-                    structs.replace(sampling, choice=number) if number else sampling,
+                    msgspec.structs.replace(sampling, choice=number) if number else sampling,
                     index * self._num + number,
                 )
                 for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
@@ -591,7 +582,7 @@ class _Builder:
         )  # the prompt's other choices share them
         if reports_prompt or num_prompt_logprobs is not None:
             echoed = sampling.logprobs if reports_prompt else None
-            sampling = structs.replace(sampling, prompt_logprobs=max(echoed or 0, num_prompt_logprobs or 0))
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=max(echoed or 0, num_prompt_logprobs or 0))
         request, terms, model, tenant = self._request, self._terms, self._model, self._terms.tenant
         generation = Generation(  # by position, which costs half
             f"{terms.request_id}-{index}",

@@ -13,6 +13,8 @@ service level:
 Work R, in nodes or rows, needs (R + SPREAD √R) ÷ TARGET of them: by chance more comes at times, for few nodes by a
 larger share (square-root staffing: Halfin and Whitt 1981). The rest of TARGET is for growth while a node starts.
 
+Batch requests fill what there is, so they need no nodes. Only where a pool has none, one that waits asks for the first.
+
 So queues count by their work and not by their length, and work is seen when it comes and not when it waits. All numbers
 are the nodes' reports or the routers' demand, so every router finds nearly the same.
 """
@@ -75,7 +77,7 @@ class DemandMeter:
         self._sample(now)
         self._number += 1
         roles = tuple((role, RoleDemand(rate, answers * usual_output)) for role, (rate, answers) in self._rates.items())
-        return RouterDemand(router, self._number, roles, sum(one.work for one in held), len(held))
+        return RouterDemand(router, self._number, roles, sum(one.work for one in held if not one.is_batch), len(held))
 
     def _sample(self, now: float) -> None:
         if self._began is None:
@@ -169,7 +171,8 @@ def _signal(
     num = len(nodes)
     prompts += waiting_s / levels.clear_s
     rows = max(
-        float(sum(node.decode_rows for node in nodes)), coming.output_tokens / tokens_s * room if tokens_s else 0.0
+        float(sum(node.decode_rows - _batch_rows(node) for node in nodes)),
+        coming.output_tokens / tokens_s * room if tokens_s else 0.0,
     )
     use = staffed(prompts) / num + (staffed(rows) / room if room else 0.0)
     saturation = max(use, _pages(nodes) / levels.pages)
@@ -194,6 +197,10 @@ def _batch(node: NodeView, cost: NodeCost | None, levels: PoolLevels) -> tuple[f
     most = min(max((limit_s - decode.fixed_s) / each_s, 1.0), slots) if each_s > 0 else float(slots)
     step_s = decode.fixed_s + most * each_s
     return most, most / step_s if step_s > 0 else 0.0
+
+
+def _batch_rows(node: NodeView) -> int:
+    return node.pending.batch_rows + (node.load.batch_rows if node.load is not None else 0)
 
 
 def _pages(nodes: Sequence[NodeView]) -> float:

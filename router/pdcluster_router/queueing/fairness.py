@@ -1,7 +1,8 @@
 """Whose turn it is among waiting requests. Pure: the same calls in the same order give the same turns.
 
 1. Tiers. The most urgent tier goes first. The other tiers share `floor` of the work that goes before them. A tier goes
-   as soon as its share pays for its next request. So urgent work delays the rest but cannot starve it.
+   as soon as its share pays for its next request. So urgent work delays the rest but cannot starve it. The tier of
+   batch requests has no share.
 2. Tenants. Deficit round robin (Shreedhar and Varghese 1995): each visit credits a tenant quantum × weight, and its
    releases are charged. While two tenants wait, their work ÷ weight differs by at most one quantum, the largest request
    of each ÷ its weight, and `burst`. The burst is credit of a tenant that took less than its share before. Without it,
@@ -23,6 +24,7 @@ from itertools import takewhile
 import msgspec
 
 from pdcluster.core.errors import IntegrityError
+from pdcluster_router.core.generation import BATCH_PRIORITY
 
 
 class QueuedRequest(msgspec.Struct, frozen=True, gc=False):
@@ -45,6 +47,10 @@ class QueuedRequest(msgspec.Struct, frozen=True, gc=False):
     @property
     def charge(self) -> float:
         return 0.0 if self.is_charged else self.work
+
+    @property
+    def is_batch(self) -> bool:
+        return self.priority >= BATCH_PRIORITY
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -233,6 +239,7 @@ class FairQueue:
         self._tiers: dict[int, Tier] = {}
         self._where: dict[str, tuple[QueuedRequest, float, int]] = {}
         self._num_added = 0
+        self.num_batch = 0
 
     def __len__(self) -> int:
         return len(self._where)
@@ -257,11 +264,13 @@ class FairQueue:
         if tier is None:
             tier = self._tiers[held.priority] = Tier(held.priority, self._quantum, self._savings)
         self._num_added += 1
+        self.num_batch += held.is_batch
         self._where[held.request] = held, due, self._num_added
         tier.add(held, due, self._num_added)
 
     def remove(self, request: str) -> QueuedRequest:
         held, due, sequence = self._where.pop(request)
+        self.num_batch -= held.is_batch
         tier = self._tiers[held.priority]
         tier.remove(held, due, sequence)
         if not tier.flows:
@@ -277,7 +286,7 @@ class FairQueue:
                 continue
             if first is None:
                 first = turn
-            elif turn.held.charge <= self._tiers[priority].owed:
+            elif priority < BATCH_PRIORITY and turn.held.charge <= self._tiers[priority].owed:
                 return Turn(turn.held, turn.tier, turn.visits, turn.ring, by_floor=True)
         return first
 
@@ -287,7 +296,11 @@ class FairQueue:
         if turn.by_floor:
             tier.owed -= charge
         tier.settle(turn)
-        passed = [other for other in self._tiers.values() if other.priority > turn.tier and not other.is_paid_for()]
+        passed = [
+            other
+            for other in self._tiers.values()
+            if turn.tier < other.priority < BATCH_PRIORITY and not other.is_paid_for()
+        ]
         for other in passed:
             other.owed += self._floor * charge / len(passed)
         return self.remove(turn.held.request)
@@ -318,6 +331,8 @@ class FairQueue:
         found = [
             place.held.request for tier in self._tiers.values() for flow in tier.flows.values() for place in flow.places
         ]
+        if self.num_batch != sum(held.is_batch for held in self.all()):
+            raise IntegrityError(f"{self.num_batch} batch requests are counted")
         if sorted(found) != sorted(self._where):
             raise IntegrityError(
                 f"waiting requests are lost or doubled: {sorted(found)} in tiers, {sorted(self._where)} known"

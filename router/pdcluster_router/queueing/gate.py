@@ -10,6 +10,9 @@ scored with each release, and all have a turn again when it could go.
 A request that no node takes now is *parked*: it is held until a node takes work again. A new one is parked only when
 nothing about the request itself is to blame. One that was accepted before is parked whatever the reason.
 
+A batch request goes only while no other waits for room, and where it is in nobody's way (`Headroom.has_batch_room`).
+No service level refuses it.
+
 A request is also held while it would slow down rows (`Headroom.keeps_rows_fast`). With a service level for first tokens
 it is not: that level predicts waits for prompts.
 """
@@ -85,15 +88,19 @@ class Gate:
         except errors.Unavailable as cause:
             self.park(held, cause, now)
             return None
-        going = self.at_once(decision, now - held.arrived, is_charged=held.is_charged)
+        going = self.at_once(decision, now - held.arrived, is_charged=held.is_charged, is_batch=held.is_batch)
         if going is None:
             self.hold(held, decision, now)
         return going
 
-    def at_once(self, decision: Decision, waited_s: float, *, is_charged: bool) -> Decision | None:
+    def at_once(
+        self, decision: Decision, waited_s: float, *, is_charged: bool, is_batch: bool = False
+    ) -> Decision | None:
         """Where a request goes that need not wait, as nearly all; None: it must be held. Raises Overloaded."""
         queue = self.queue
-        if queue.num_all and (queue.num_able or queue.is_lacked(_taken(decision))):
+        if is_batch:
+            return None if queue.num_able or not self._may_go_as_batch(decision) else decision
+        if queue.num_all and (queue.num_others_able or queue.is_lacked(_taken(decision))):
             return None  # others are before it
         if not self._may_go(decision, waited_s, is_charged=is_charged):
             return None
@@ -108,7 +115,7 @@ class Gate:
         if not held.is_charged:
             self._admit(held, decision)
         self.queue.push(held)
-        if not self._may_go(decision, now - held.arrived, is_charged=held.is_charged) and not self._is_full(decision):
+        if not self._may_take(held, decision, now) and not self._is_full(decision):
             self._set_aside(held, decision, now)
         self._note_held(now)
 
@@ -148,10 +155,10 @@ class Gate:
         released = self._look_aside(decide, now)[:most]
 
         def offer(held: QueuedRequest) -> HoldOutcome:
-            if len(released) >= most:
+            if len(released) >= most or (held.is_batch and self.queue.num_taken):
                 return HoldOutcome.FULL
             try:
-                decision = decide(held, NOTHING)
+                decision = self._choose(held, decide)
                 claimed = self.queue.claimed(held.priority, now)
                 if not _taken(decision).isdisjoint(claimed):
                     decision = decide(held, claimed)  # its second choice
@@ -161,7 +168,7 @@ class Gate:
                     return HoldOutcome.ASIDE
                 released.append(Released(held, None, error))
                 return HoldOutcome.PLACED
-            if not self._may_go(decision, now - held.arrived, is_charged=held.is_charged):
+            if not self._may_take(held, decision, now):
                 if self._is_full(decision):
                     return HoldOutcome.FULL
                 self._set_aside(held, decision, now)
@@ -172,7 +179,8 @@ class Gate:
             return HoldOutcome.PLACED
 
         for held in self.queue.release(offer, now):
-            self._drain.released(held.charge, now)
+            if not held.is_batch:
+                self._drain.released(held.charge, now)
             self._forget(held.request)
         self._note_held(now)
         return released
@@ -208,7 +216,7 @@ class Gate:
     def _looked_at(self, held: QueuedRequest, decide: Decide, now: float, failed: list[Released]) -> HoldOutcome:
         """What would become of a set-aside request."""
         try:
-            decision = decide(held, NOTHING)
+            decision = self._choose(held, decide)
         except errors.PdclusterError as error:
             if isinstance(error, errors.Unavailable) and _may_park(held, error):
                 self._park(held, error, now)
@@ -217,7 +225,7 @@ class Gate:
                 self._forget(held.request)
                 failed.append(Released(held, None, error))
             return HoldOutcome.ASIDE
-        if self._may_go(decision, now - held.arrived, is_charged=held.is_charged):
+        if self._may_take(held, decision, now):
             return HoldOutcome.PLACED
         if self._is_full(decision):
             return HoldOutcome.FULL
@@ -235,6 +243,23 @@ class Gate:
             alike += [name for name, other in self._lacks.items() if other == lack and not self.queue.is_aside(name)]
         for request in dict.fromkeys(alike):
             self.queue.set_aside(request, now + RESCORE_S, lack)
+
+    def _choose(self, held: QueuedRequest, decide: Decide) -> Decision:
+        """What the policy would do. A batch request is kept from nodes where it would be in the way."""
+        decision = decide(held, NOTHING)
+        if not held.is_batch or self._headroom.has_batch_room(decision):
+            return decision
+        closed = self._headroom.closed_to_batch(decision)
+        return decide(held, closed) if closed else decision
+
+    def _may_take(self, held: QueuedRequest, decision: Decision, now: float) -> bool:
+        if held.is_batch:
+            return self._may_go_as_batch(decision)
+        return self._may_go(decision, now - held.arrived, is_charged=held.is_charged)
+
+    def _may_go_as_batch(self, decision: Decision) -> bool:
+        is_free = not self.queue.num_taken and self._headroom.has_open(decision)
+        return is_free and self._headroom.has_batch_room(decision)
 
     def _may_go(self, decision: Decision, waited_s: float, *, is_charged: bool) -> bool:
         may_slow = is_charged or self._slo.ttft_s is not None
@@ -284,6 +309,8 @@ class Gate:
                 f"{len(self.queue)} requests of {self.queue.num_bytes} bytes wait for a node, no more may",
                 wait_s,
             )
+        if held.is_batch:
+            return
         is_modest = self.queue.num_taken > 0 and not self.queue.has_any_of(held.tenant)
         check_service(Outlook(wait_s, min(least_s, self._headroom.backlog_s), held.work, is_modest), self._slo)
 

@@ -7,6 +7,8 @@ open, for its cache, while some suitable node of that leg is open.
 Rows share their node's steps, so one row too many slows all of them. A first token mostly has time. So a request waits
 while the rows of its decode node are at their limit, but for no more than HALF of its first token's time.
 
+A batch request goes only where it is in nobody's way (`core.room.has_batch_room`).
+
 The rules stand in `core.room`.
 """
 
@@ -42,6 +44,21 @@ class Headroom:
         query, late_s = decision.query, waited_s + (decision.record.ttft_s or 0.0)
         return compiled.active.keeps_rows_fast(
             decision.view.table, *decision.rows, query.num_tokens, query.expected_output, query.itl_s, late_s
+        )
+
+    def has_batch_room(self, decision: Decision) -> bool:
+        """Whether a batch request is in nobody's way where the decision puts it."""
+        return self._takes_batch(decision, *decision.rows)
+
+    def closed_to_batch(self, decision: Decision) -> frozenset[str]:
+        """Incarnations on which a batch request would be in the way of others."""
+        view = decision.view
+        return _named([row for row in range(view.size) if not self._takes_batch(decision, row, row)], view)
+
+    def _takes_batch(self, decision: Decision, first: int, decode: int) -> bool:
+        query = decision.query
+        return compiled.active.has_batch_room(
+            decision.view.table, first, decode, query.num_tokens, query.expected_output, query.itl_s, self.backlog_s
         )
 
     def usable(self, decision: Decision) -> frozenset[str]:

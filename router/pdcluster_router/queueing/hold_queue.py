@@ -11,6 +11,9 @@ requests in order to its caller. No request is starved:
    less urgent ones must leave that alone. All that lack the same have a turn again once one of them has room.
 4. A request that no node takes now is set aside, too. It has no work before others.
 
+Batch requests are below all others and may starve: they have no turn while another waits for room. They wait until
+their deadline, and take at most BATCH_PLACES of the places and bytes.
+
 Those set aside are in nobody's way: they have no turn, and count for the bounds only. A few are looked at again, the
 longest unseen first.
 """
@@ -24,11 +27,13 @@ from enum import Enum, auto
 from typing import Literal
 
 from pdcluster.core.errors import IntegrityError
+from pdcluster_router.core.generation import BATCH_PRIORITY
 from pdcluster_router.core.room import PATIENCE
 from pdcluster_router.core.shares import GREED, Shares
 from pdcluster_router.queueing.fairness import FairQueue, QueuedRequest
 
 Bound = Literal["count", "bytes"]
+BATCH_PLACES = 0.5
 Reason = Literal["deadline", "age"]
 
 
@@ -76,6 +81,10 @@ class Lack:
     # The tier of the request.
     priority: int
 
+    @property
+    def is_batch(self) -> bool:
+        return self.priority >= BATCH_PRIORITY
+
 
 # Tries to place a request.
 Offer = Callable[[QueuedRequest], HoldOutcome]
@@ -114,6 +123,8 @@ class HoldQueue:
         self._expiries: list[tuple[float, str]] = []
         # All requests that wait.
         self.num_all = 0
+        # Places and bytes of batch requests.
+        self._batch: dict[Bound, int] = {"count": 0, "bytes": 0}
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._aside)
@@ -127,9 +138,15 @@ class HoldQueue:
         return len(self._queue)
 
     @property
+    def num_others_able(self) -> int:
+        """Requests that have a turn and are not batch."""
+        return len(self._queue) - self._queue.num_batch
+
+    @property
     def num_taken(self) -> int:
-        """Requests that some node takes: they wait for room."""
-        return len(self._queue) + sum(map(len, self._lacking.values()))
+        """Requests, not batch, that some node takes: they wait for room."""
+        aside = sum(len(due) for lack, due in self._lacking.items() if not lack.is_batch)
+        return self.num_others_able + aside
 
     @property
     def num_bytes(self) -> int:
@@ -149,17 +166,20 @@ class HoldQueue:
 
     def lacks_room(self, held: QueuedRequest) -> Bound | None:
         """The bound that keeps the request out; None when it may come in."""
-        return next(
-            (bound for bound, shares, amount in self._amounts(held) if not shares.has_room(held.tenant, amount)), None
-        )
+        for bound, shares, amount in self._amounts(held):
+            is_full = held.is_batch and self._batch[bound] + amount > BATCH_PLACES * shares.limit
+            if is_full or not shares.has_room(held.tenant, amount):
+                return bound
+        return None
 
     def push(self, held: QueuedRequest) -> None:
         """Add a request for which `lacks_room` is None. One that comes back is due at once."""
         if held.request in self:
             raise IntegrityError(f"request {held.request} waits already")
         self._queue.add(held, self._due(held))
-        for _, shares, amount in self._amounts(held):
+        for bound, shares, amount in self._amounts(held):
             shares.take(held.tenant, amount)
+            self._batch[bound] += amount * held.is_batch
         heapq.heappush(self._expiries, (self._expiry(held), held.request))
         self.num_all += 1
 
@@ -193,18 +213,28 @@ class HoldQueue:
 
     def unseen(self, now: float) -> list[tuple[QueuedRequest, Lack | None]]:
         """Set-aside requests that may be looked at now, with what they lack; None: no node takes them."""
-        return [(one.held, one.lack) for one in self._aside.values() if one.look_at <= now]
+        is_quiet = not self.num_taken
+        return [
+            (one.held, one.lack)
+            for one in self._aside.values()
+            if one.look_at <= now and (is_quiet or one.lack is None or not one.lack.is_batch)
+        ]
 
     def lacking(self) -> list[tuple[Lack, QueuedRequest]]:
-        """What set-aside requests lack, with the one that is due first."""
-        return [(lack, self._aside[min(due, key=due.__getitem__)].held) for lack, due in self._lacking.items()]
+        """What set-aside requests lack, with the one that is due first. Batch requests only while no other waits."""
+        is_quiet = not self.num_taken
+        return [
+            (lack, self._aside[min(due, key=due.__getitem__)].held)
+            for lack, due in self._lacking.items()
+            if is_quiet or not lack.is_batch
+        ]
 
     def who_lacks(self, lack: Lack) -> list[str]:
         return list(self._lacking.get(lack, ()))
 
     def is_lacked(self, nodes: Set[str]) -> bool:
-        """Whether a set-aside request waits for one of these nodes."""
-        return any(not lack.nodes.isdisjoint(nodes) for lack in self._lacking)
+        """Whether a set-aside request, not batch, waits for one of these nodes."""
+        return any(not lack.is_batch and not lack.nodes.isdisjoint(nodes) for lack in self._lacking)
 
     def claimed(self, priority: int, now: float) -> frozenset[str]:
         """Nodes that requests of this tier must leave to those that are due."""
@@ -291,6 +321,8 @@ class HoldQueue:
         )
 
     def _expiry(self, held: QueuedRequest) -> float:
+        if held.is_batch:
+            return held.deadline
         return min(held.deadline, held.arrived + self._limits.age_s)
 
     def _is_current(self, moment: float, request: str) -> bool:
@@ -299,8 +331,9 @@ class HoldQueue:
 
     def _gone(self, held: QueuedRequest) -> None:
         self.num_all -= 1
-        for _, shares, amount in self._amounts(held):
+        for bound, shares, amount in self._amounts(held):
             shares.give_back(held.tenant, amount)
+            self._batch[bound] -= amount * held.is_batch
         if len(self._expiries) > 2 * len(self) + 16:
             self._expiries = [entry for entry in self._expiries if self._is_current(*entry)]
             heapq.heapify(self._expiries)

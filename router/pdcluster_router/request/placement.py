@@ -49,12 +49,13 @@ class Placement:
         except errors.Unavailable as cause:
             self._park(cause, now, answer)
             return None
-        if not is_charged:
+        is_batch = self._generation.standing.is_batch
+        if not is_charged and not is_batch:
             # A fork shares its parent's prompt.
             work_s = decision.work_s if job.fork_on is None else 0.0
             shared.demand.arrived(decision.first.role, work_s, decision.decode.role)
         try:
-            going = shared.waiting.gate.at_once(decision, 0.0, is_charged=is_charged)
+            going = shared.waiting.gate.at_once(decision, 0.0, is_charged=is_charged, is_batch=is_batch)
         except errors.Overloaded as error:
             shared.waiting.note_refusal(error, self._generation.standing.tenant)
             raise

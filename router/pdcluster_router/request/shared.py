@@ -69,6 +69,7 @@ def job_of(shared: Shared, generation: Generation, started: float) -> Job:
         "" if served is None else served.adapter,
     )
     job.pooling, job.served = generation.pooling, served
+    job.is_batch = generation.standing.is_batch
     job.packed, job.hashes, job.num_hashed = packed, hashes, 0
     job.has_prompt_logprobs = generation.sampling.prompt_logprobs is None
     return job

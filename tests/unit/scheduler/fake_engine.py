@@ -107,6 +107,7 @@ def make_work(
     attempt: int = 0,
     emitted: tuple[int, ...] = (),
     block_tokens: int = 4,
+    is_batch: bool = False,
     **sampling: object,
 ) -> Work:
     """sampling: fields of Sampling; max_tokens is 4 when it is not given."""
@@ -122,6 +123,7 @@ def make_work(
         chosen,
         60.0,
         root,
+        is_batch=is_batch,
     )
 
 

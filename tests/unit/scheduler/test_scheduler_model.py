@@ -55,6 +55,8 @@ class Request:
     sampling: Sampling
     tokens: list[int] = field(default_factory=list)
     attempt: int = 0
+    # It gives way to the others.
+    is_batch: bool = False
     # Came as a slot: its prompt logprobs are the prefill node's business.
     slot: bool = False
     ends: list[str] = field(default_factory=list)
@@ -87,6 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.is_void = False
         self.counts: Counter[str] = Counter()
         self.index: set[bytes] = set()
+        self.now = 0.0
         self.build(6, 1, 5, 3)
 
     @initialize(
@@ -107,18 +110,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             eos_token_ids=EOS,
             max_overtakes=2,
         )
-        self.scheduler = Scheduler(self.pool, limits, clock=lambda: 0.0)
+        self.scheduler = Scheduler(self.pool, limits, clock=lambda: self.now)
         self.engine = FakeEngine(num_pages, page_tokens)
 
     # ------------------------------------------------------------ what a router asks
 
-    @rule(prompt=PROMPTS, sampling=SAMPLINGS, remote=st.booleans())
-    def add(self, prompt: list[int], sampling: dict[str, object], remote: bool) -> None:
-        self.submit(self.new_request(prompt, sampling), remote=remote)
+    @rule(prompt=PROMPTS, sampling=SAMPLINGS, remote=st.booleans(), is_batch=st.booleans())
+    def add(self, prompt: list[int], sampling: dict[str, object], remote: bool, is_batch: bool = False) -> None:
+        self.submit(self.new_request(prompt, sampling, is_batch), remote=remote)
 
-    @rule(prompt=PROMPTS, sampling=SAMPLINGS)
-    def reserve(self, prompt: list[int], sampling: dict[str, object]) -> None:
-        key = self.new_request(prompt, sampling)
+    @rule(prompt=PROMPTS, sampling=SAMPLINGS, is_batch=st.booleans())
+    def reserve(self, prompt: list[int], sampling: dict[str, object], is_batch: bool = False) -> None:
+        key = self.new_request(prompt, sampling, is_batch)
         self.requests[key].slot = True
         sequence = self.sequence_of(key)
         try:
@@ -223,6 +226,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.plans)
     @rule(budget=st.integers(1, 9))
     def launch(self, budget: int) -> None:
+        self.now += 0.4
         plan = self.scheduler.schedule(budget)
         if plan is not None:
             self.fly(plan)
@@ -307,6 +311,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 else:
                     self.collect()
             self.settle_others()
+            self.now += 2.0
             plan = self.scheduler.schedule()
             self.scheduler.check_integrity()
             if plan is None and not self.parked:
@@ -351,9 +356,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ helpers
 
-    def new_request(self, prompt: list[int], sampling: dict[str, object]) -> str:
+    def new_request(self, prompt: list[int], sampling: dict[str, object], is_batch: bool = False) -> str:
         key = f"r{len(self.requests)}"
-        self.requests[key] = Request(prompt, make_work(prompt, **sampling).sampling)
+        self.requests[key] = Request(prompt, make_work(prompt, **sampling).sampling, is_batch=is_batch)
         return key
 
     def sequence_of(self, key: str, *, remote: bool = False) -> Sequence:
@@ -365,6 +370,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             attempt=request.attempt,
             emitted=tuple(request.tokens),
             block_tokens=BLOCK,
+            is_batch=request.is_batch,
             **fields,
         )
         return Sequence(work, key=f"{key}#{request.attempt}", remote=remote, block_tokens=BLOCK)

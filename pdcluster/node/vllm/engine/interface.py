@@ -41,6 +41,8 @@ class EngineRequest:
     reference: bytes = b""
     # An embedding is wanted, and no token. Its last output has the vector.
     pooling: Pooling | None = None
+    # It gives way to all other prompts that wait.
+    is_batch: bool = False
 
 
 @dataclass(frozen=True, slots=True)

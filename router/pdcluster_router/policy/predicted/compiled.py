@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 SOURCES = (cost_model, node_row, scoring, room, token_id_scan)
 NAMES = (
-    "first_leg", "pair", "parked", "note_sent", "has_open", "keeps_rows_fast", "any_open", "any_row", "least_excess_s",
+    "first_leg", "pair", "parked", "note_sent", "has_open", "keeps_rows_fast", "has_batch_room",
+    "any_open", "any_row", "least_excess_s",
 )  # fmt: skip
 
 KEPT = "choice"
@@ -49,6 +50,7 @@ class Scoring:
     note_sent: Callable[..., None]
     has_open: Callable[..., bool]
     keeps_rows_fast: Callable[..., bool]
+    has_batch_room: Callable[..., bool]
     any_open: Callable[..., bool]
     any_row: Callable[..., bool]
     least_excess_s: Callable[..., float]
@@ -149,9 +151,10 @@ def _signatures(numba: Any) -> dict[str, Any]:
         "first_leg": whole(*scored),
         "pair": types.void(*scored),
         "parked": whole(*scored),
-        "note_sent": types.void(nodes, whole, types.UniTuple(whole, 6)),
+        "note_sent": types.void(nodes, whole, types.UniTuple(whole, 8)),
         "has_open": flag(nodes, legs, whole, whole, number),
         "keeps_rows_fast": flag(nodes, whole, whole, number, number, number, number),
+        "has_batch_room": flag(nodes, whole, whole, number, number, number, number),
         "any_open": flag(nodes, legs, whole, flag, number),
         "any_row": flag(nodes),
         "least_excess_s": number(nodes, number),

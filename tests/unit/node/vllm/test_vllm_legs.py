@@ -350,6 +350,19 @@ def test_prompts_in_the_queue_take_no_slots(nodes: VllmNodes) -> None:
     assert load.waiting > 0 and load.rows == load.slots_used == 7 - load.waiting
 
 
+def test_batch_prompts_wait_behind_all_others_and_are_counted_apart(nodes: VllmNodes) -> None:
+    for name, is_batch in (("b0", True), ("b1", True), ("b2", True), ("c0", False), ("c1", False)):
+        work = structs.replace(work_of(name, list(range(1, 300)), 2), is_batch=is_batch)
+        nodes.say("d", Prefill(work, remote=False))
+    nodes["d"].control.turn()
+    load = nodes["d"].side.load()
+    assert load.waiting_tokens % 299 == load.batch_tokens % 299 == 0
+    assert load.waiting_tokens + load.batch_tokens == 5 * 299
+    nodes.turn(12)
+    assert [request.key[:2] for request in nodes["d"].engine.added][-2:] == ["b1", "b2"]
+    assert len(nodes.all_of(Finished, "d")) == 5 and nodes["d"].side.load().batch_tokens == 0
+
+
 # ---------------------------------------------------------------- embeddings
 
 

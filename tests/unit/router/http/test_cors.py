@@ -149,3 +149,10 @@ async def test_other_endpoints_of_such_servers_are_said_not_to_be_served(
             error["code"] == "not_found"
             and f"{path} is not served here; of OpenAI's API there are /v1/chat/completions" in error["message"]
         )
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/files/file-1/content", "/v1/batches", "/v1/batches/b_1/cancel"])
+async def test_files_and_batches_are_said_to_be_pdctls(client: httpx.AsyncClient, path: str) -> None:
+    reply = await client.request("POST", path)
+    assert reply.status_code == 404
+    assert "routers keep nothing; run pdctl batch run IN.jsonl -o OUT.jsonl" in reply.json()["error"]["message"]

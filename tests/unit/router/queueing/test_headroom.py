@@ -16,7 +16,7 @@ from pdcluster.cost.cost import NodeCost
 from pdcluster_router.cluster.pacing import COLD, completed
 from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView
 from pdcluster_router.core.node_row import BUSY, COMPUTES, SERVES
-from pdcluster_router.core.room import COMFORT, PATIENCE
+from pdcluster_router.core.room import BATCH_SHARE, COMFORT, PATIENCE
 from pdcluster_router.policy.base import Decision, Policy, Query
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.policy.scored import alone
@@ -43,6 +43,24 @@ class PlainRoom:
 
     def backlog_s(self, node: NodeView) -> float:
         return self.cost(node).prefill.work_s(node.prefill_tokens, node.prefill_pairs)
+
+    def has_batch_room(self, decision: Decision) -> bool:
+        server, node, query = decision.first, decision.decode, decision.query
+        load = server.load
+        batch_tokens = server.pending.batch_tokens + (load.batch_tokens if load is not None else 0)
+        if server.prefill_tokens or self.cost(server).prefill.token_s * batch_tokens >= HEADROOM.backlog_s:
+            return False
+        if not node.decode_rows:
+            return True
+        cost = self.cost(node).decode
+        row_s = cost.row_s + cost.context_s * (query.num_tokens + query.expected_output / 2)
+        tpot_s, lone_s = cost.fixed_s + cost.added_s(node.decode_rows, node.context_tokens), cost.fixed_s + row_s
+        limit_s = query.itl_s or COMFORT * lone_s
+        if tpot_s + row_s > (1 - BATCH_SHARE) * lone_s + BATCH_SHARE * limit_s:
+            return False
+        own_rows = node.decode_rows - node.pending.batch_rows - (node.load.batch_rows if node.load is not None else 0)
+        step_s = decision.view.row(decision.rows[1]).prompt_step_s
+        return decision.prefill is not None or own_rows <= 0 or step_s <= limit_s
 
     def is_open(self, node: NodeView, leg: int) -> bool:
         load = node.load
@@ -85,12 +103,24 @@ def takes_row(node: NodeView) -> bool:
     policy=st.sampled_from(POLICIES),
     waited_s=st.floats(0, 100),
     sent=st.dictionaries(st.integers(0, 5), st.integers(0, 40)),
+    batch_tokens=st.integers(0, 5000),
+    itl_s=st.sampled_from([0.0, 0.005, 0.05]),
 )
 def test_a_request_has_room_by_the_plain_rules(
-    cluster: ClusterView, query: Query, policy: Policy, waited_s: float, sent: dict[int, int]
-) -> None:
+    cluster: ClusterView, query: Query, policy: Policy, waited_s: float, sent: dict[int, int], batch_tokens: int,
+    itl_s: float,
+) -> None:  # fmt: skip
     rows = {cluster.node(row).incarnation: rows for row, rows in sent.items() if row < cluster.size}
-    cluster = cluster.sent(rows, lambda name: (rows[name], InFlightWork(rows[name], rows=rows[name])))
+    query = replace(query, itl_s=itl_s)
+    cluster = cluster.sent(
+        rows,
+        lambda name: (
+            rows[name],
+            InFlightWork(
+                rows[name], rows=rows[name], batch_tokens=batch_tokens * (rows[name] % 2), batch_rows=rows[name] // 2
+            ),
+        ),
+    )
     try:
         decision = policy.choose(query, cluster)
     except Unavailable:
@@ -98,6 +128,7 @@ def test_a_request_has_room_by_the_plain_rules(
     plain = PlainRoom(cluster)
     assert HEADROOM.has_open(decision) is plain.has_open(decision)
     assert HEADROOM.keeps_rows_fast(decision, waited_s) is plain.keeps_rows_fast(decision, waited_s)
+    assert HEADROOM.has_batch_room(decision) is plain.has_batch_room(decision)
 
 
 @pytest.mark.usefixtures("way")

@@ -239,6 +239,14 @@ def test_what_is_refused_is_refused_at_once(fields: dict[str, object]) -> None:
     assert seen[0][0][0][0] >= 400  # type: ignore[index]
 
 
+@pytest.mark.parametrize(("given", "is_batch"), [(None, False), (b"batch", True), (b"interactive", False)])
+async def test_a_header_makes_a_request_give_way_to_others(given: bytes | None, is_batch: bool) -> None:
+    scene = Scene(FakeCluster(CLUSTERS["one node"]()))
+    scene.ask(headers={} if given is None else {b"x-pdcluster-class": given}, prompt=PROMPT, priority=-3)
+    ((_, message),) = scene.cluster.sent
+    assert message.work.is_batch is is_batch  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("header", [(b"x-request-deadline-s", b"5"), (b"x-pdcluster-mode", b"local")])
 async def test_headers_that_ask_something_of_the_router_are_heard(header: tuple[bytes, bytes]) -> None:
     scene = Scene(FakeCluster(CLUSTERS["one node"]()))
