@@ -33,6 +33,10 @@ def event(data: bytes) -> bytes:
     return b"data: " + one_line(data) + b"\n\n"
 
 
+def named_event(name: bytes, data: bytes) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name, one_line(data))
+
+
 def error_event(data: bytes) -> bytes:
     """The last event of a stream that failed after its first byte. No `[DONE]` follows."""
-    return b"event: error\ndata: " + one_line(data) + b"\n\n"
+    return named_event(b"error", data)

@@ -6,7 +6,7 @@ None is written as null.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -212,6 +212,8 @@ class Head(Struct, frozen=True):
     """What all chunks of one reply share.
     pieces: for the text of tokens in logprobs.
     so_far: the usage that chunks report; None for none.
+    num_prompt: tokens of all prompts.
+    is_cut: more tokens were asked for than the context has left.
     """
 
     id: str
@@ -222,6 +224,8 @@ class Head(Struct, frozen=True):
     token_ids: bool
     include_usage: bool
     so_far: UsageSoFar | None = None
+    num_prompt: int = 0
+    is_cut: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -235,8 +239,8 @@ class ReplyFormat(Protocol):
         """Whether chunks have nothing but the answer: no logprobs, no token ids, no usage."""
         ...
 
-    def opening(self, index: int) -> bytes:
-        """The event before a choice's first text; b"" for none."""
+    def opening(self, index: int, cached_tokens: int | None) -> bytes:
+        """The events before a choice's first piece; b"" for none. cached_tokens: of the prompt; None: not known yet."""
         ...
 
     def chunk(self, index: int, piece: TextPiece) -> bytes: ...
@@ -245,18 +249,33 @@ class ReplyFormat(Protocol):
         """The JSON before and after the text of chunks that carry nothing else; None where some carry more."""
         ...
 
-    def usage_chunk(self, usage: TokenUsage) -> bytes: ...
+    def ending(self, usage: TokenUsage | None) -> bytes:
+        """What follows the last piece of a stream. usage: None where it was not asked for."""
+        ...
+
+    @property
+    def failure(self) -> Callable[[PdclusterError], bytes] | None:
+        """Makes the last event of a stream that fails; None: it is the API's error event."""
+        ...
+
+    @property
+    def ping(self) -> bytes:
+        """An event that says nothing, for streams that are silent for long; b"" for none."""
+        ...
 
     def whole(self, pieces: Sequence[TextPiece], usage: TokenUsage) -> bytes: ...
 
 
 class ChatFormat:
+    failure = None
+    ping = b""
+
     def __init__(self, head: Head) -> None:
         self._head = head
         self.is_plain = head.is_plain
         self._plain: _PlainChunks | None = None
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, cached_tokens: int | None) -> bytes:
         return sse.event(self._encode_chunk(index, TextPiece(), ChatDelta(role="assistant", content=""), empty=True))
 
     def chunk(self, index: int, piece: TextPiece) -> bytes:
@@ -274,8 +293,10 @@ class ChatFormat:
             self._plain = _PlainChunks(self._encode_chunk(0, TextPiece(), ChatDelta(content="")), b'"content":""')
         return self._plain
 
-    def usage_chunk(self, usage: TokenUsage) -> bytes:
-        return sse.event(_encode(ChatChunk(self._head.id, self._head.created, self._head.model, [], usage)))
+    def ending(self, usage: TokenUsage | None) -> bytes:
+        if usage is None:
+            return sse.DONE
+        return sse.event(_encode(ChatChunk(self._head.id, self._head.created, self._head.model, [], usage))) + sse.DONE
 
     def whole(self, pieces: Sequence[TextPiece], usage: TokenUsage) -> bytes:
         choices = [
@@ -348,12 +369,15 @@ def _whole_calls(deltas: Sequence[ToolCallDelta]) -> list[CalledTool]:
 
 
 class CompletionFormat:
+    failure = None
+    ping = b""
+
     def __init__(self, head: Head) -> None:
         self._head = head
         self.is_plain = head.is_plain
         self._plain: _PlainChunks | None = None
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, cached_tokens: int | None) -> bytes:
         return b""
 
     def chunk(self, index: int, piece: TextPiece) -> bytes:
@@ -370,8 +394,11 @@ class CompletionFormat:
             self._plain = _PlainChunks(self._encode_chunk(0, TextPiece()), b'"text":""')
         return self._plain
 
-    def usage_chunk(self, usage: TokenUsage) -> bytes:
-        return sse.event(_encode(CompletionReply(self._head.id, self._head.created, self._head.model, [], usage)))
+    def ending(self, usage: TokenUsage | None) -> bytes:
+        if usage is None:
+            return sse.DONE
+        head = self._head
+        return sse.event(_encode(CompletionReply(head.id, head.created, head.model, [], usage))) + sse.DONE
 
     def whole(self, pieces: Sequence[TextPiece], usage: TokenUsage) -> bytes:
         choices = (

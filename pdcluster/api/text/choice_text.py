@@ -14,7 +14,7 @@ import msgspec
 
 from pdcluster.api.text.detokenizer import ChainDetokenizer, Detokenizer
 from pdcluster.api.text.stop_strings import StopMatcher
-from pdcluster.api.tools.calls import ToolCallDelta
+from pdcluster.api.tools.calls import Part, ToolCallDelta
 from pdcluster.api.tools.speech import Said, Speech
 from pdcluster.core.messages import TokenLogprobs
 
@@ -40,6 +40,8 @@ class TextPiece(msgspec.Struct):
 
     reasoning: what the model thought before its answer.
     calls: of tools. Where a choice has a Speech, text excludes reasoning and calls.
+    parts: text and calls in their order; empty where there are no calls.
+    stop_string: that ended the answer. On the last piece.
     tokens: output only.
     listed: tokens, also earlier ones, whose logprobs this event reports; None for all of `tokens`. A stop string may
     remove text and its tokens.
@@ -50,6 +52,8 @@ class TextPiece(msgspec.Struct):
     text: str = ""
     reasoning: str = ""
     calls: list[ToolCallDelta] = []
+    parts: list[Part] = []
+    stop_string: str | None = None
     tokens: list[Token] = []
     listed: list[Token] | None = None
     echo: list[Token] = []
@@ -165,7 +169,8 @@ class ChoiceText:
                 end = self._offset + len(rest)
                 self._list(piece, end - self._stops.num_uncertain if self.stopped else end + 1)
         if not self.stopped:
-            piece.text += self._stops.flush()
+            self._add(self._stops.flush(), piece)
+        piece.stop_string = self._stops.matched
 
     def _release(self, text: str, piece: TextPiece) -> None:
         if self._speech is None:
@@ -178,12 +183,18 @@ class ChoiceText:
         piece.reasoning += said.reasoning
         for part in said.parts:
             if isinstance(part, str):
-                piece.text += self._certain(part)
+                self._add(self._certain(part), piece)
             else:
+                piece.parts = [*(piece.parts or ([piece.text] if piece.text else [])), part]
                 piece.calls = [*piece.calls, part]
                 self.num_calls += part.id is not None
             if self.stopped:
                 return
+
+    def _add(self, text: str, piece: TextPiece) -> None:
+        piece.text += text
+        if text and piece.parts:
+            piece.parts = [*piece.parts, text]
 
     def _certain(self, text: str) -> str:
         """The certain part of the answer's text."""

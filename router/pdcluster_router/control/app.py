@@ -9,7 +9,6 @@ import asyncio
 
 import msgspec
 
-from pdcluster.api.openai.replies import error_body
 from pdcluster.core.errors import Overloaded, PdclusterError, RequestTooLarge, Unavailable, UnknownName
 from pdcluster.processes.tasks import watched
 from pdcluster.telemetry.metrics import RouterMetrics
@@ -19,7 +18,7 @@ from pdcluster_router.control.parameters import Unsupported, checked, given
 from pdcluster_router.control.refused import REFUSED
 from pdcluster_router.frontend.app import HttpSettings
 from pdcluster_router.http.errors import ClientLeft, MethodNotAllowed, SlowRequest, fail
-from pdcluster_router.http.exchange import Exchange
+from pdcluster_router.http.exchange import Exchange, OpenAIErrors
 
 MAX_BODY_BYTES = 1 << 16
 # Calls at a time, as many as Admin takes over gRPC.
@@ -35,12 +34,14 @@ class ControlApp:
         self.settings = HttpSettings(max_body_bytes=MAX_BODY_BYTES)
         self.metrics = metrics
         self._calls, self._access = calls, access
+        self._errors = ControlErrors()
         self._tasks: dict[Exchange, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------ what connections tell
 
     def begin(self, exchange: Exchange) -> None:
+        exchange.errors = self._errors
         try:
             self._access.check(exchange)
             path = exchange.path
@@ -110,12 +111,15 @@ class ControlApp:
             self._fail(exchange, error)
 
     def _fail(self, exchange: Exchange, error: Exception) -> None:
-        fail(exchange, error, self.metrics, _error_body)
+        fail(exchange, error, self.metrics)
 
 
-def _error_body(error: PdclusterError) -> bytes:
-    told = msgspec.json.decode(error_body(error))
-    return msgspec.json.encode({"success": False, "message": str(error), **told})
+class ControlErrors(OpenAIErrors):
+    """As trainers of vLLM and of SGLang look for them."""
+
+    def body(self, error: PdclusterError, trace: str) -> bytes:
+        told = msgspec.json.decode(super().body(error, trace))
+        return msgspec.json.encode({"success": False, "message": str(error), **told})
 
 
 def _call_of(path: str) -> Call:

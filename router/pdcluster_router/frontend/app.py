@@ -41,6 +41,8 @@ from pdcluster_router.frontend.prepare import (
     CLASS,
     DEADLINE,
     MODE,
+    OPENAI_CHAT,
+    ChatApi,
     Prepared,
     Terms,
     constrained,
@@ -344,17 +346,19 @@ class App:
     # ------------------------------------------------ generations
 
     def _chat(self, exchange: Exchange) -> None:
-        request = requests.decode_chat(exchange.take_body())
+        self._converse(exchange, requests.decode_chat(exchange.take_body()), OPENAI_CHAT)
+
+    def _converse(self, exchange: Exchange, request: requests.ChatRequest, api: ChatApi) -> None:
         terms = self._terms(exchange)
         if not is_long(request) and not self._dispatcher.awaits_model:
             try:
-                prepared = prepare_chat(request, self._dispatcher, terms, BRIEF)
+                prepared = prepare_chat(request, self._dispatcher, terms, BRIEF, api)
             except TakesLong as error:
                 log.debug("request %s: %s", exchange.id, error)
             else:
                 self._begin(exchange, prepared, terms)
                 return
-        self._prepare_later(exchange, partial(prepare_chat, request, self._dispatcher, terms), terms)
+        self._prepare_later(exchange, partial(prepare_chat, request, self._dispatcher, terms, api=api), terms)
 
     def _completion(self, exchange: Exchange) -> None:
         request = requests.read_completion(exchange.take_body())

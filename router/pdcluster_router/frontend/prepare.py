@@ -9,12 +9,13 @@ import asyncio
 import math
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from secrets import randbits
 from typing import Any, cast
 
 import msgspec
+from msgspec import structs
 
 from pdcluster.api.openai import limits, requests
 from pdcluster.api.openai.answer_shape import AnswerShape
@@ -102,8 +103,23 @@ class Prepared(msgspec.Struct, frozen=True):
     def constrain(self, grammar: Grammar, left_s: float) -> None:
         """left_s: until its deadline."""
         for choice in self.choices:
-            sampling = msgspec.structs.replace(choice.generation.sampling, grammar=grammar)
-            choice.generation = msgspec.structs.replace(choice.generation, sampling=sampling, deadline_s=left_s)
+            sampling = structs.replace(choice.generation.sampling, grammar=grammar)
+            choice.generation = structs.replace(choice.generation, sampling=sampling, deadline_s=left_s)
+
+
+class ChatApi(msgspec.Struct, frozen=True):
+    """The API that a chat is asked in, as far as its answer shows it.
+
+    prefix: of reply ids.
+    cuts_length: a length beyond the context is cut to what is left of it; otherwise it is refused.
+    """
+
+    make_format: Callable[[Head], ReplyFormat]
+    prefix: str
+    cuts_length: bool = False
+
+
+OPENAI_CHAT = ChatApi(ChatFormat, "chatcmpl-")
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -316,7 +332,11 @@ async def constrained(prepared: Prepared, terms: Terms) -> Prepared:
 
 
 def prepare_chat(
-    request: requests.ChatRequest, dispatcher: Dispatcher, terms: Terms, bounds: Bounds = PATIENT
+    request: requests.ChatRequest,
+    dispatcher: Dispatcher,
+    terms: Terms,
+    bounds: Bounds = PATIENT,
+    api: ChatApi = OPENAI_CHAT,
 ) -> Prepared:
     """bounds: BRIEF in the event loop. Then it raises TakesLong where the template needs a thread."""
     model = find_model(dispatcher, request.model, embeds=False, asked=version_asked(request, terms))
@@ -332,12 +352,14 @@ def prepare_chat(
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     limits.check_prompt(len(token_ids), model.info, "messages")
+    is_cut = api.cuts_length and asked is not None and asked > model.info.max_len - len(token_ids)
+    asked = None if is_cut else asked
     build.is_open_ended = asked is None
     max_tokens = limits.output_tokens(asked, None, len(token_ids), model.info, param)
     sampling = build.sampling(max_tokens, (request.top_logprobs or 0) if request.logprobs else None)
-    head = _head(request, "chatcmpl-" + terms.request_id, model, len(token_ids), logprobs=bool(request.logprobs))
+    head = _head(request, api.prefix + terms.request_id, model, len(token_ids), logprobs=bool(request.logprobs))
     build.check_number(1)
-    return build.prepared([Prompt(token_ids)], [sampling], ChatFormat(head))
+    return build.prepared([Prompt(token_ids)], [sampling], api.make_format(structs.replace(head, is_cut=is_cut)))
 
 
 def prepare_completion(request: requests.CompletionRequest, dispatcher: Dispatcher, terms: Terms) -> Prepared:
@@ -509,7 +531,8 @@ def _head(request: requests.Common, reply_id: str, model: ServedModel, num_promp
     options, wants_ids = request.stream_options, bool(request.return_token_ids)
     so_far = UsageSoFar(num_prompt, 0, num_prompt) if options is not None and options.continuous_usage_stats else None
     created, wants_usage = int(time.time()), _wants_usage(request)
-    return Head(reply_id, created, model.info.id, model.text.pieces, logprobs, wants_ids, wants_usage, so_far)
+    pieces = model.text.pieces
+    return Head(reply_id, created, model.info.id, pieces, logprobs, wants_ids, wants_usage, so_far, num_prompt)
 
 
 def _wants_usage(request: requests.Common) -> bool:
@@ -556,7 +579,7 @@ class _Builder:
         seed = randbits(SEED_BITS) if asked is None else limits.wire_seed(asked)
         self._generates = max_tokens > 0
         length = max_tokens or 1
-        return msgspec.structs.replace(planned, max_tokens=length, seed=seed, logprobs=logprobs)
+        return structs.replace(planned, max_tokens=length, seed=seed, logprobs=logprobs)
 
     def prepared(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], reply_format: ReplyFormat) -> Prepared:
         """The choices of prompts whose number was checked."""
@@ -566,7 +589,7 @@ class _Builder:
             choices = [
                 self._choice(
                     prompt,
-                    msgspec.structs.replace(sampling, choice=number) if number else sampling,
+                    structs.replace(sampling, choice=number) if number else sampling,
                     index * self._num + number,
                 )
                 for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
@@ -582,7 +605,7 @@ class _Builder:
         )  # the prompt's other choices share them
         if reports_prompt or num_prompt_logprobs is not None:
             echoed = sampling.logprobs if reports_prompt else None
-            sampling = msgspec.structs.replace(sampling, prompt_logprobs=max(echoed or 0, num_prompt_logprobs or 0))
+            sampling = structs.replace(sampling, prompt_logprobs=max(echoed or 0, num_prompt_logprobs or 0))
         request, terms, model, tenant = self._request, self._terms, self._model, self._terms.tenant
         generation = Generation(  # by position, which costs half
             f"{terms.request_id}-{index}",

@@ -16,7 +16,6 @@ from typing import Protocol
 
 import msgspec
 
-from pdcluster.api import sse
 from pdcluster.api.openai.replies import PromptTokensDetails, RouteReport, TokenUsage, ranges_within
 from pdcluster.api.text.choice_text import TextPiece
 from pdcluster.core.errors import Cancelled, PdclusterError
@@ -31,6 +30,8 @@ from pdcluster_router.request.open_requests import HANG_UP_S
 from pdcluster_router.request.stream import MAX_UNREAD_BYTES, too_far_behind
 
 NO_TIMELINE = Timeline()
+# Between events that say nothing, where an API has such.
+PING_S = 15.0
 
 Event = TokenChunk | Done | Exception
 # What an event adds to the answer, or the error that ends it.
@@ -51,6 +52,10 @@ class AnswerWriter(Protocol):
 
     def finish(self) -> None:
         """All choices are done."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more is written, by it or anyone."""
         ...
 
 
@@ -193,6 +198,7 @@ class HttpAnswer:
         self._unread.clear()
         if error is not None:
             self._cancel("client left" if isinstance(error, ClientLeft) else str(error))
+        self._writer.close()
         self._running = []  # drop the reference cycle, so that no garbage collector has to find it
         self._exchange.on_gone = self._exchange.on_resume = None
         record(self._choices, self._metrics)
@@ -243,6 +249,9 @@ class _Whole:
         self._collected: dict[int, _Collected] = {}
         self.is_text_only = all(map(attrgetter("is_text_only"), prepared.choices))
 
+    def close(self) -> None:
+        """Nothing runs on."""
+
     def add(self, index: int, piece: TextPiece) -> None:
         collected = self._collected.get(index)
         if collected is None:
@@ -283,14 +292,17 @@ class _Collected(msgspec.Struct):
         self.texts.append(piece.text)
         if piece.reasoning:
             self.thoughts.append(piece.reasoning)
-        if piece.calls:
+        if piece.calls or whole.parts:
+            if not whole.parts:
+                whole.parts.append("".join(self.texts[:-1]))
+            whole.parts += piece.parts or [piece.text]
             whole.calls += piece.calls
         if piece.tokens:
             whole.tokens += piece.tokens
         if piece.listed:
             whole.listed = [] if whole.listed is None else whole.listed
             whole.listed += piece.listed
-        whole.finish = piece.finish
+        whole.finish, whole.stop_string = piece.finish, piece.stop_string
 
     def whole(self) -> TextPiece:
         self.piece.text, self.piece.reasoning = "".join(self.texts), "".join(self.thoughts)
@@ -306,6 +318,7 @@ class _Stream:
     def __init__(self, exchange: Exchange, prepared: Prepared) -> None:
         self._exchange, self._prepared, self._format = exchange, prepared, prepared.format
         self._opened: set[int] = set()
+        self._pinging: asyncio.TimerHandle | None = None
 
     def add(self, index: int, piece: TextPiece) -> None:
         data = b"" if index in self._opened else self._open(index)
@@ -322,10 +335,14 @@ class _Stream:
         return bool(piece.tokens) and (self._prepared.choices[index].text.is_plain or not self._format.is_plain)
 
     def _open(self, index: int) -> bytes:
+        route = self._prepared.choices[index].route
         if not self._opened:
-            self._exchange.start(200, _headers(NO_BUFFERING, self._prepared.choices[index].route))
+            self._exchange.start(200, _headers(NO_BUFFERING, route))
+            self._exchange.failure = self._format.failure
+            if self._format.ping:
+                self._ping_later()
         self._opened.add(index)
-        return self._format.opening(index)
+        return self._format.opening(index, None if route is None else route.cached_tokens)
 
     def fast_token_path(self, index: int) -> TakeTokens | None:
         choice, around = self._prepared.choices[index], self._format.around(index)
@@ -335,8 +352,20 @@ class _Stream:
 
     def finish(self) -> None:
         prepared = self._prepared
-        ending = prepared.format.usage_chunk(usage_of(prepared)) if prepared.include_usage else b""
-        self._exchange.write(ending + sse.DONE, last=True)
+        usage = usage_of(prepared) if prepared.include_usage else None
+        self._exchange.write(prepared.format.ending(usage), last=True)
+
+    def close(self) -> None:
+        if self._pinging is not None:
+            self._pinging.cancel()
+
+    def _ping_later(self) -> None:
+        self._pinging = asyncio.get_running_loop().call_later(PING_S, self._ping)
+
+    def _ping(self) -> None:
+        if not self._exchange.is_paused:
+            self._exchange.write(self._format.ping)
+        self._ping_later()
 
 
 # ---------------------------------------------------------------- route and usage

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pdcluster.api import sse
-from pdcluster.api.openai.replies import error_body
 from pdcluster.core.errors import BadRequest, Cancelled, Overloaded, PdclusterError, RequestTooLarge, Unauthorized
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.http.exchange import JSON, Exchange
@@ -47,7 +46,6 @@ def fail(
     exchange: Exchange,
     error: Exception,
     metrics: RouterMetrics,
-    body_of: Callable[[PdclusterError], bytes] = error_body,
 ) -> None:
     """Answer with the error, once, and count it. Bugs are not shown to the client."""
     if isinstance(error, ClientLeft):
@@ -64,21 +62,24 @@ def fail(
         if not exchange.finished:
             exchange.status = error.http_status  # of what is counted: the client has read a 200
         log.warning("request %s failed after its first byte: %s", exchange.id, error)
-    answer_error(exchange, error, body_of)
+    answer_error(exchange, error)
 
 
-def answer_error(
-    exchange: Exchange, error: PdclusterError, body_of: Callable[[PdclusterError], bytes] = error_body
-) -> None:
+def answer_error(exchange: Exchange, error: PdclusterError) -> None:
     """A status before the first byte, the last event of a stream after it, nothing behind a complete answer."""
     if exchange.finished:
         return
+    if exchange.started and exchange.failure is not None:
+        exchange.write(exchange.failure(error), last=True)
+        return
+    shape = exchange.errors
+    body = shape.body(error, exchange.trace.decode())
     if exchange.started:
-        exchange.write(sse.error_event(body_of(error)), last=True)
+        exchange.write(sse.error_event(body), last=True)
     else:
         if isinstance(error, RequestTooLarge | SlowRequest):
             exchange.keeps_alive = False
-        exchange.reply(error.http_status, body_of(error), JSON + _headers(error))
+        exchange.reply(shape.status(error), body, JSON + _headers(error))
 
 
 def too_large(size: int, limit: int) -> RequestTooLarge:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from pdcluster.api.openai.replies import error_body
 from pdcluster.core.errors import PdclusterError
 from pdcluster_router.core.ids import ID_BYTES
 from pdcluster_router.core.tenants import Tenant
@@ -32,8 +33,25 @@ NO_BUFFERING = b"content-type: text/event-stream; charset=utf-8\r\ncache-control
 MAX_PARTS = 256
 
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus} | {
-    499: b"HTTP/1.1 499 \r\n"
+    499: b"HTTP/1.1 499 \r\n",
+    529: b"HTTP/1.1 529 Overloaded\r\n",
 }
+
+
+class ErrorShape(Protocol):
+    """Errors in the words of an API. trace: the request's id for its client."""
+
+    def status(self, error: PdclusterError) -> int: ...
+
+    def body(self, error: PdclusterError, trace: str) -> bytes: ...
+
+
+class OpenAIErrors:
+    def status(self, error: PdclusterError) -> int:
+        return error.http_status
+
+    def body(self, error: PdclusterError, trace: str) -> bytes:
+        return error_body(error)
 
 
 class ClientConnection(Protocol):
@@ -102,6 +120,8 @@ class Exchange:
     on_gone: called with the error when it ends early.
     on_resume: called when the client reads again.
     extra: header lines of any answer.
+    errors: how its API says that something failed.
+    failure: makes the last event of a stream that fails; None: as `errors` does.
     request_trace: None where it is not traced.
     """
 
@@ -113,6 +133,8 @@ class Exchange:
     started = finished = is_complete = is_too_large = has_place = _is_chunked = _is_named = False
     on_gone: Callable[[PdclusterError], object] | None = None
     on_resume: Callable[[], None] | None = None
+    errors: ErrorShape = OpenAIErrors()
+    failure: Callable[[PdclusterError], bytes] | None = None
 
     def __init__(self, line: ClientConnection, head: ParsedHead, id_prefix: str) -> None:
         self.line, self.head = line, head
