@@ -82,12 +82,14 @@ def decode(
         raise BadRequest(HALF_A_PAIR) from error
 
 
-def convert(fields: Mapping[str, object], kind: type[T], schemas: Mapping[str, type[msgspec.Struct]]) -> T:
-    """As `decode`, from plain values of another protocol."""
+def convert(
+    fields: Mapping[str, object], kind: type[T], schemas: Mapping[str, type[msgspec.Struct]], at: str = ""
+) -> T:
+    """As `decode`, from plain values: of another protocol, or of a part of a body. at: the part's path, for errors."""
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), fields, schemas) from error
+        raise _invalid(str(error), fields, schemas, at) from error
 
 
 def closest(name: str, known: Iterable[str]) -> str:
@@ -267,24 +269,25 @@ def _no_constant(name: str) -> NoReturn:
 # ---------------------------------------------------------------- JSON of another shape
 
 
-def _invalid(message: str, body: object, schemas: Mapping[str, type[msgspec.Struct]]) -> BadRequest:
-    what, _, at = message.partition(" - at `")
-    path = at.removesuffix("`").removeprefix("$").removeprefix(".")
-    schema = schemas.get(re.sub(r"\[\d+\]", "[…]", path))
+def _invalid(message: str, body: object, schemas: Mapping[str, type[msgspec.Struct]], at: str = "") -> BadRequest:
+    what, _, found_at = message.partition(" - at `")
+    inner = found_at.removesuffix("`").removeprefix("$").removeprefix(".")
+    schema = schemas.get(re.sub(r"\[\d+\]", "[…]", inner))
+    path = ".".join([each for each in (at, inner) if each])
     if match := re.fullmatch(r"Object contains unknown field `(.*)`", what, re.DOTALL):
         return _unknown_field(match[1], path, schema)
     if match := re.fullmatch(r"Object missing required field `(.*)`", what):
         full = f"{path}.{match[1]}" if path else match[1]
         return BadRequest(f"{full} is missing; it is required", full)
     where = path or "the body"
-    value = _value_at(body, path)
+    value = _value_at(body, inner)
     if what.startswith("Number out of range"):
         return BadRequest(f"{where} is out of range; send a finite number", path or None)
     if what.startswith("Integer value out of range"):
         return BadRequest(f"{where} is a number with too many digits; send one of at most 64 bits", path or None)
     if what.startswith("Invalid enum value"):
         found = "of another kind" if value is UNSEEN else shown(value)
-        return BadRequest(f"{where} is {found}; it must be one of {', '.join(_options(path, schemas))}", path or None)
+        return BadRequest(f"{where} is {found}; it must be one of {', '.join(_options(inner, schemas))}", path or None)
     found = "" if value is UNSEEN else f", got {shown(value)}"
     return BadRequest(f"{where} {_expectation(what)}{found}", path or None)
 

@@ -23,6 +23,7 @@ LEVELS: dict[str, int] = {
     "pdcluster.api.tools": 6,
     "pdcluster.api.text": 7,
     "pdcluster.api.openai": 8,
+    "pdcluster.api.openai.responses": 9,
     # KV between nodes
     "pdcluster.transfer.layout": 2,
     "pdcluster.transfer.copying": 3,

@@ -72,7 +72,8 @@ def dialogue_of(request: ChatRequest, offer: Offer | None, marking: Marking, pro
     param = constraints.param_of(request.structured_outputs)
     reasons = marking.reasons and not request.continue_final_message
     is_open = reasons and reasoning.is_left_open(prompt)
-    has_calls = offer is not None and tool_format is not None and (offer.must or offer.is_strict or has_form)
+    is_bound = offer is not None and (offer.must or offer.is_strict or offer.is_limited or has_form)
+    has_calls = is_bound and tool_format is not None
     made = Dialogue(offer, FORMATS[tool_format] if tool_format is not None else None, reasons, is_open, None)
     if not has_form and not has_calls:
         return made

@@ -214,6 +214,7 @@ class Head(Struct, frozen=True):
     so_far: the usage that chunks report; None for none.
     num_prompt: tokens of all prompts.
     is_cut: more tokens were asked for than the context has left.
+    temperature, top_p: of the sampling.
     """
 
     id: str
@@ -226,6 +227,8 @@ class Head(Struct, frozen=True):
     so_far: UsageSoFar | None = None
     num_prompt: int = 0
     is_cut: bool = False
+    temperature: float = 1.0
+    top_p: float = 1.0
 
     @property
     def is_plain(self) -> bool:

@@ -23,7 +23,14 @@ from pdcluster.api.openai.token_list import LONG_BYTES, MARK, cut_list, token_li
 from pdcluster.api.structured.constraints import JsonSchema, ResponseFormat, StructuredOutputs
 from pdcluster.api.text.chat_template import RESERVED
 from pdcluster.api.tools.arguments import arguments_of
-from pdcluster.api.tools.tool_choice import Function, NamedChoice, NamedFunction, ToolDefinition
+from pdcluster.api.tools.tool_choice import (
+    AllowedTool,
+    AllowedTools,
+    Function,
+    NamedChoice,
+    NamedFunction,
+    ToolDefinition,
+)
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.sampling import LEAST_REPETITION, MAX_BAD_WORDS, MAX_LOGPROBS, MOST_REPETITION
 from pdcluster.core.weights import Label
@@ -213,6 +220,9 @@ NESTED: Mapping[str, type[Struct]] = {
     "tools[…].function": Function,
     "tool_choice": NamedChoice,
     "tool_choice.function": NamedFunction,
+    "tool_choice.allowed_tools": AllowedTools,
+    "tool_choice.allowed_tools.tools[…]": AllowedTool,
+    "tool_choice.allowed_tools.tools[…].function": NamedFunction,
     "messages[…]": ChatMessage,
     "messages[…].content[…]": ContentPart,
     "messages[…].tool_calls[…]": HistoryToolCall,
@@ -282,15 +292,16 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 
 def decode_chat(body: bytes) -> ChatRequest:
-    return _checked_chat(validate.decode(body, _CHAT, {"": ChatRequest, **NESTED}, EXTENSIONS))
+    return checked_chat(validate.decode(body, _CHAT, {"": ChatRequest, **NESTED}, EXTENSIONS))
 
 
 def chat_of(fields: Mapping[str, object]) -> ChatRequest:
     """The same from plain values, for protocols other than JSON over HTTP."""
-    return _checked_chat(validate.convert(fields, ChatRequest, {"": ChatRequest, **NESTED}))
+    return checked_chat(validate.convert(fields, ChatRequest, {"": ChatRequest, **NESTED}))
 
 
-def _checked_chat(request: ChatRequest) -> ChatRequest:
+def checked_chat(request: ChatRequest) -> ChatRequest:
+    """The same. Raises BadRequest for values that cannot be honoured."""
     _check_unsupported(request, _CHAT_UNSUPPORTED, request.n)
     _check_common(request)
     if request.top_logprobs and not request.logprobs:

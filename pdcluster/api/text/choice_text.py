@@ -43,6 +43,8 @@ class TextPiece(msgspec.Struct):
     parts: text and calls in their order; empty where there are no calls.
     stop_string: that ended the answer. On the last piece.
     tokens: output only.
+    num_reasoning: tokens, also earlier ones, that are now known to be of the reasoning and its marks.
+    scored_text: tokens of `text`, where they have logprobs.
     listed: tokens, also earlier ones, whose logprobs this event reports; None for all of `tokens`. A stop string may
     remove text and its tokens.
     echo: the prompt's tokens, where they are repeated with logprobs.
@@ -55,6 +57,8 @@ class TextPiece(msgspec.Struct):
     parts: list[Part] = []
     stop_string: str | None = None
     tokens: list[Token] = []
+    num_reasoning: int = 0
+    scored_text: list[Token] = []
     listed: list[Token] | None = None
     echo: list[Token] = []
     finish: str | None = None
@@ -81,8 +85,8 @@ class ChoiceText:
     """
 
     __slots__ = (
-        "_detokenizer", "_min_tokens", "_offset", "_silent", "_speech", "_stops", "_unlisted", "is_plain", "num_calls",
-        "num_tokens", "stopped",
+        "_detokenizer", "_min_tokens", "_num_reasoning", "_offset", "_silent", "_speech", "_stops", "_unlisted",
+        "_untold", "is_plain", "num_calls", "num_tokens", "stopped",
     )  # fmt: skip
 
     def __init__(
@@ -108,7 +112,10 @@ class ChoiceText:
         # Text passes unchanged.
         self.is_plain = speech is None and stops.is_idle
         self._unlisted: list[Token] = []
+        # Tokens with logprobs whose text, if they have one, is still held back.
+        self._untold: list[Token] = []
         self.num_tokens = 0
+        self._num_reasoning = 0
         # Calls of tools that were emitted.
         self.num_calls = 0
         self.stopped = False
@@ -116,6 +123,7 @@ class ChoiceText:
     def push(self, token_id: int, logprobs: TokenLogprobs | None, piece: TextPiece) -> None:
         """Add the token, and the text that became certain, to the piece."""
         token = Token(token_id, self._offset, logprobs)
+        num_characters, num_parts = len(piece.text), len(piece.calls)
         piece.tokens.append(token)
         self.num_tokens += 1
         if token_id not in self._silent:
@@ -126,7 +134,19 @@ class ChoiceText:
                     piece.text += text
                 else:
                     self._release(text, piece)
-        if logprobs is not None and not self._stops.is_idle:
+            if self._speech is not None and self._speech.is_thinking:
+                piece.num_reasoning += self.num_tokens - self._num_reasoning
+                self._num_reasoning = self.num_tokens
+        if logprobs is None:
+            return
+        if token_id not in self._silent:
+            self._untold.append(token)
+        if len(piece.text) > num_characters:
+            piece.scored_text += self._untold
+            self._untold = []
+        elif len(piece.calls) > num_parts or self._num_reasoning == self.num_tokens:
+            self._untold = []
+        if not self._stops.is_idle:
             self._unlisted.append(token)
             self._list(piece, self._offset - self._stops.num_uncertain)
 
@@ -157,6 +177,12 @@ class ChoiceText:
         """The generation ended: release what was held back. An incomplete character may still complete a stop string.
         is_cut: the tokens ran out.
         """
+        num_characters = len(piece.text)
+        self._flush(piece, is_cut=is_cut)
+        if len(piece.text) > num_characters:
+            piece.scored_text += self._untold
+
+    def _flush(self, piece: TextPiece, *, is_cut: bool) -> None:
         if self.is_plain:
             piece.text += self._detokenizer.flush()
             return

@@ -25,6 +25,11 @@ class ReasoningSplitter:
         self._held = ""
         self._state = "lead" if is_open else "start"
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the text so far ends within the reasoning, its marks or the space behind them."""
+        return self._state not in ("start", "answer")
+
     def feed(self, text: str) -> Split:
         """What is certain now."""
         self._held += text

@@ -34,6 +34,10 @@ class Speech:
         self._reasoning = reasoning
         self._tools = tools
 
+    @property
+    def is_thinking(self) -> bool:
+        return self._reasoning is not None and self._reasoning.is_thinking
+
     def feed(self, text: str) -> Said:
         """What is certain now."""
         reasoning = ""

@@ -40,9 +40,22 @@ class NamedFunction(Struct, forbid_unknown_fields=True):
     name: str
 
 
-class NamedChoice(Struct, forbid_unknown_fields=True):
+class AllowedTool(Struct, forbid_unknown_fields=True):
     function: NamedFunction
     type: Literal["function"] = "function"
+
+
+class AllowedTools(Struct, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
+
+
+class NamedChoice(Struct, forbid_unknown_fields=True):
+    """One function that must be called, or those of the shown ones that may be."""
+
+    function: NamedFunction | None = None
+    type: Literal["function", "allowed_tools"] = "function"
+    allowed_tools: AllowedTools | None = None
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedChoice
@@ -57,6 +70,11 @@ class Offer(msgspec.Struct, frozen=True):
     shown: Sequence[ToolDefinition]
     must: bool
     parallel: bool
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether tools are shown that may not be called."""
+        return len(self.tools) < len(self.shown)
 
     @property
     def is_strict(self) -> bool:
@@ -85,13 +103,31 @@ def offer_of(tools: Sequence[ToolDefinition] | None, choice: ToolChoice | None, 
         return None
     functions = [tool.function for tool in tools]
     if isinstance(choice, NamedChoice):
-        functions = [function for function in functions if function.name == choice.function.name]
-        if not functions:
-            raise BadRequest(
-                f"tool_choice names {shown(choice.function.name)}, which is not among the tools", "tool_choice"
-            )
-        return Offer(functions, tools, True, False)
+        return _chosen(functions, tools, choice, parallel)
     return Offer(functions, tools, choice == "required", parallel is not False)
+
+
+def _chosen(
+    functions: Sequence[Function], tools: Sequence[ToolDefinition], choice: NamedChoice, parallel: bool | None
+) -> Offer:
+    allowed = choice.allowed_tools
+    if choice.type == "function":
+        if choice.function is None or allowed is not None:
+            raise BadRequest("tool_choice.function is missing; it is required, and comes alone", "tool_choice.function")
+        return Offer([_named(functions, choice.function.name)], tools, True, False)
+    if allowed is None or not allowed.tools or choice.function is not None:
+        raise BadRequest(
+            "tool_choice.allowed_tools must have tools, and come without function", "tool_choice.allowed_tools"
+        )
+    names = dict.fromkeys(tool.function.name for tool in allowed.tools)
+    return Offer([_named(functions, name) for name in names], tools, allowed.mode == "required", parallel is not False)
+
+
+def _named(functions: Sequence[Function], name: str) -> Function:
+    for function in functions:
+        if function.name == name:
+            return function
+    raise BadRequest(f"tool_choice names {shown(name)}, which is not among the tools", "tool_choice")
 
 
 def _check(tools: Sequence[ToolDefinition]) -> None:

@@ -22,6 +22,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pdcluster.api.openai import limits, requests
 from pdcluster.api.openai.embeddings import decode_embeddings
 from pdcluster.api.openai.replies import DetokenizeReply, ModelCard, ModelList, TokenizeReply
+from pdcluster.api.openai.responses.events import RESPONSE_PREFIX, ResponsesFormat, failed_stream
+from pdcluster.api.openai.responses.requests import client_error, decode_responses
 from pdcluster.api.text.chat_template import TakesLong
 from pdcluster.api.text.template_bounds import BRIEF, PATIENT, Bounds
 from pdcluster.api.validate import closest
@@ -70,7 +72,7 @@ from pdcluster_router.http.errors import (
     fail,
     too_large,
 )
-from pdcluster_router.http.exchange import Exchange
+from pdcluster_router.http.exchange import Exchange, OpenAIErrors
 from pdcluster_router.http.head import HOST
 from pdcluster_router.http.hosts import HostRule
 from pdcluster_router.http.unfinished import BODIES_BYTES
@@ -88,14 +90,19 @@ MODELS_PREFIX = "/v1/models/"
 AUTHORIZATION = b"authorization"
 TRACEPARENT = b"traceparent"
 # As OpenTelemetry names them.
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+}
 # Asked by machines again and again: they are answered, and not counted among requests.
 PROBES = frozenset(("/health", "/ready", "/livez", "/readyz", "/metrics"))
-SERVED = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models")
+SERVED = ("/v1/chat/completions", "/v1/responses", "/v1/completions", "/v1/embeddings", "/v1/models")
 BATCH_PATHS = ("/v1/files", "/v1/batches", "/v1/messages/batches")
 # First parts of paths that clients of OpenAI-like servers may ask for.
 NOT_SERVED = (
-    "/v1/responses", "/v1/conversations", "/v1/messages", "/v1/rerank", "/v1/score", "/v1/images",
+    "/v1/responses/", "/v1/conversations", "/v1/messages", "/v1/rerank", "/v1/score", "/v1/images",
     "/v1/audio", "/v1/videos", "/v1/uploads", "/v1/moderations", "/v1/assistants",
     "/v1/threads", "/v1/vector_stores", "/v1/fine_tuning", "/v1/evals", "/v1/containers", "/v1/realtime",
 )  # fmt: skip
@@ -184,6 +191,7 @@ class App:
         }
         self._post: Mapping[str, Handler] = {
             "/v1/chat/completions": self._chat,
+            "/v1/responses": self._responses,
             "/v1/completions": self._completion,
             "/v1/embeddings": self._embeddings,
             "/tokenize": self._tokenize,
@@ -360,6 +368,15 @@ class App:
                 return
         self._prepare_later(exchange, partial(prepare_chat, request, self._dispatcher, terms, api=api), terms)
 
+    def _responses(self, exchange: Exchange) -> None:
+        exchange.errors = RESPONSES_ERRORS
+        asked = decode_responses(exchange.take_body())
+        if asked.chat.stream:
+            exchange.failure = partial(failed_stream, asked, RESPONSE_PREFIX + exchange.id)
+        self._converse(
+            exchange, asked.chat, ChatApi(partial(ResponsesFormat, asked), RESPONSE_PREFIX, cuts_length=True)
+        )
+
     def _completion(self, exchange: Exchange) -> None:
         request = requests.read_completion(exchange.take_body())
         requests.check_completion(request)
@@ -533,6 +550,16 @@ class App:
         self._places.identify(exchange.header(AUTHORIZATION))
         name = unquote(exchange.path.removeprefix(MODELS_PREFIX))
         exchange.reply(200, msgspec.json.encode(_card(find_model(self._dispatcher, name).info, name)))
+
+
+class ResponsesErrors(OpenAIErrors):
+    """Of requests that are chats within. The errors name the fields that were sent."""
+
+    def body(self, error: PdclusterError, trace: str) -> bytes:
+        return super().body(client_error(error), trace)
+
+
+RESPONSES_ERRORS = ResponsesErrors()
 
 
 def _expose(exchange: Exchange, body: bytes) -> None:

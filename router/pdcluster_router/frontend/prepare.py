@@ -359,7 +359,8 @@ def prepare_chat(
     sampling = build.sampling(max_tokens, (request.top_logprobs or 0) if request.logprobs else None)
     head = _head(request, api.prefix + terms.request_id, model, len(token_ids), logprobs=bool(request.logprobs))
     build.check_number(1)
-    return build.prepared([Prompt(token_ids)], [sampling], api.make_format(structs.replace(head, is_cut=is_cut)))
+    head = structs.replace(head, is_cut=is_cut, temperature=sampling.temperature, top_p=sampling.top_p or 1.0)
+    return build.prepared([Prompt(token_ids)], [sampling], api.make_format(head))
 
 
 def prepare_completion(request: requests.CompletionRequest, dispatcher: Dispatcher, terms: Terms) -> Prepared:

@@ -299,6 +299,9 @@ class _Collected(msgspec.Struct):
             whole.calls += piece.calls
         if piece.tokens:
             whole.tokens += piece.tokens
+            whole.num_reasoning += piece.num_reasoning
+        if piece.scored_text:
+            whole.scored_text += piece.scored_text
         if piece.listed:
             whole.listed = [] if whole.listed is None else whole.listed
             whole.listed += piece.listed
@@ -323,9 +326,8 @@ class _Stream:
     def add(self, index: int, piece: TextPiece) -> None:
         data = b"" if index in self._opened else self._open(index)
         if self._carries_something(index, piece):
-            chunk = self._format.chunk(index, piece)
-            self._exchange.write(data + chunk if data else chunk)
-        elif data:
+            data += self._format.chunk(index, piece)
+        if data:
             self._exchange.write(data)
 
     def _carries_something(self, index: int, piece: TextPiece) -> bool:

@@ -7,9 +7,17 @@ import math
 from collections.abc import Sequence
 
 from pdcluster.api import sse
-from pdcluster.core.errors import BadRequest, Cancelled, Overloaded, PdclusterError, RequestTooLarge, Unauthorized
+from pdcluster.core.errors import (
+    BadRequest,
+    Cancelled,
+    ContextTooLong,
+    Overloaded,
+    PdclusterError,
+    RequestTooLarge,
+    Unauthorized,
+)
 from pdcluster.telemetry.metrics import RouterMetrics
-from pdcluster_router.http.exchange import JSON, Exchange
+from pdcluster_router.http.exchange import JSON, NO_BUFFERING, Exchange
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +77,10 @@ def answer_error(exchange: Exchange, error: PdclusterError) -> None:
     """A status before the first byte, the last event of a stream after it, nothing behind a complete answer."""
     if exchange.finished:
         return
-    if exchange.started and exchange.failure is not None:
+    if exchange.failure is not None and (exchange.started or isinstance(error, ContextTooLong)):
+        if not exchange.started:  # clients of such streams shorten their prompt only where an event asks for it
+            exchange.start(200, NO_BUFFERING)
+            exchange.status = error.http_status
         exchange.write(exchange.failure(error), last=True)
         return
     shape = exchange.errors

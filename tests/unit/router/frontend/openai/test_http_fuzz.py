@@ -14,6 +14,7 @@ from scripted_dispatcher import MODEL, ScriptedDispatcher
 
 from pdcluster.api.openai.embeddings import EmbeddingRequest
 from pdcluster.api.openai.requests import ChatRequest, CompletionRequest
+from pdcluster.api.openai.responses.requests import ResponsesRequest
 from pdcluster_router.frontend.app import HttpSettings, create_app
 from pdcluster_router.frontend.server import router_metrics
 from pdcluster_router.http.connection import Connection, ConnectionLimits, Connections
@@ -33,7 +34,17 @@ INPUT: dict[str, Any] = {"model": EMBEDS.id, "input": ["hi", "there"]}
 PLAIN: dict[str, Any] = {"model": MODEL, "prompt": "hi", "max_tokens": 4}
 
 
-EMBEDDINGS = "/v1/embeddings"
+ASKED: dict[str, Any] = {"model": MODEL, "input": "hi", "max_output_tokens": 4}
+ITEM_KINDS = (
+    "message", "function_call", "custom_tool_call", "function_call_output", "custom_tool_call_output", "reasoning",
+    "item_reference", "additional_tools", "configuration_update", "web_search_call", "input_text", "output_text",
+    "refusal", "function", "custom", "namespace", "allowed_tools", "grammar",
+)  # fmt: skip
+ITEM_FIELDS = (
+    "type", "role", "content", "id", "call_id", "name", "namespace", "arguments", "input", "output", "summary",
+    "encrypted_content", "text", "tools", "description", "parameters", "strict", "format", "mode",
+)  # fmt: skip
+EMBEDDINGS, RESPONSES = "/v1/embeddings", "/v1/responses"
 
 
 class Wire:
@@ -107,7 +118,32 @@ def test_any_value_in_any_message_field_is_answered_or_refused(name: str, value:
     )
 
 
-@given(st.sampled_from(["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]), st.binary(max_size=40))
+@given(st.sampled_from(ResponsesRequest.__struct_fields__), VALUES)
+@settings(max_examples=250, deadline=None)
+def test_any_value_in_any_field_of_responses_is_answered_or_refused(name: str, value: object) -> None:
+    check(RESPONSES, json.dumps(ASKED | {name: value}).encode())
+
+
+@given(
+    st.sampled_from(("input", "tools")),
+    st.sampled_from(ITEM_KINDS),
+    st.sampled_from(ITEM_FIELDS),
+    VALUES,
+    st.booleans(),
+)
+@settings(max_examples=400, deadline=None)
+def test_any_value_in_any_item_or_tool_is_answered_or_refused(
+    of: str, kind: str, name: str, value: object, is_inner: bool
+) -> None:
+    item = {"type": kind, "role": "user", "name": "f", "call_id": "c", "content": "x", "output": "x", name: value}
+    given = {**item, "content": [item], "output": [item], "summary": [item], "tools": [item]} if is_inner else item
+    check(RESPONSES, json.dumps(ASKED | {of: [given], "tool_choice": {"type": kind, name: value}}).encode())
+
+
+@given(
+    st.sampled_from(["/v1/chat/completions", RESPONSES, "/v1/completions", "/tokenize", "/detokenize"]),
+    st.binary(max_size=40),
+)
 @settings(max_examples=150, deadline=None)
 def test_any_bytes_are_refused(path: str, body: bytes) -> None:
     check(path, body)
