@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pydantic_core import from_json
+
 Json = dict[str, Any]
 
 STOP_REASONS = ("end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded")
@@ -87,13 +89,14 @@ class MessageStream:
         assert isinstance(added, str), event
         if block["type"] == "tool_use":
             self._arguments += added
+            from_json(self._arguments or "{}", allow_partial=True)  # as the client does with each delta
         else:
             block[block["type"]] += added
 
     def _content_block_stop(self, event: Json) -> None:
         block = self._block(event)
         if block["type"] == "tool_use":
-            block["input"] = json.loads(self._arguments or "{}")
+            block["input"] = from_json(self._arguments or "{}", allow_partial=True)
         check_block(block)
         self._open = None
 

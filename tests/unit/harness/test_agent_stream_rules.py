@@ -95,7 +95,7 @@ def repeat(number: int) -> Callable[[list[Json]], None]:
 BROKEN_MESSAGES = [
     drop(0), drop(4), drop(6), drop(8), drop(12), drop(13), drop(14), drop(3), drop(7), repeat(0), repeat(1), repeat(3), repeat(4),
     repeat(13), repeat(14), move(8, 9), move(7, 9), move(3, 2), move(13, 12), put("1.index", 1), put("6.index", 2), put("7.index", 0),
-    put("12.index", 1), put("7.delta.type", "thinking_delta"), put("11.delta.partial_json", "1"), put("0.message.id", "x"),
+    put("12.index", 1), put("7.delta.type", "thinking_delta"), put("11.delta.partial_json", "x}"), put("0.message.id", "x"),
     put("10.delta.partial_json", "[{"), put("0.message.usage", {"input_tokens": 0, "output_tokens": 1}), put("13.usage", {"output_tokens": 9, "input_tokens": 0}),
     put("13.usage.output_tokens", 0), put("13.delta.stop_reason", "end_turn"), put("13.delta.stop_reason", None),
     put("13.delta.stop_reason", "stop_sequence"), put("13.delta.stop_sequence", "END"), put("9.content_block.id", ""),
