@@ -20,6 +20,7 @@ from pdcluster.settings.kinds import duration
 from pdcluster.settings.settings_table import SectionName, SettingPairs, SettingsFile, show_settings
 from pdcluster.settings.surfaces import surface_names
 from pdcluster.settings.tls_trust import TlsTrust
+from pdcluster_router.operate.batch.flags import BatchFlags
 from pdcluster_router.operate.printing import PrintFormat
 from pdcluster_router.replay.options import NodeOptions, Printing, Routing, Scaling, Traffic
 
@@ -44,10 +45,11 @@ set_app = typer.Typer(help="Change the routing policy.", no_args_is_help=True)
 diff_app = typer.Typer(help="Compare the live policy with its shadow.", no_args_is_help=True)
 adapter_app = typer.Typer(help="LoRA adapters of nodes that run vLLM.", no_args_is_help=True)
 weights_app = typer.Typer(help="Weights of the model that nodes serve.", no_args_is_help=True)
+batch_app = typer.Typer(help="Files of requests, below all interactive work.", no_args_is_help=True)
 config_app = typer.Typer(help="Look at the settings.", no_args_is_help=True)
 for name, part in (
     ("get", get_app), ("describe", describe_app), ("set", set_app), ("diff", diff_app), ("adapter", adapter_app),
-    ("weights", weights_app),
+    ("weights", weights_app), ("batch", batch_app),
     ("config", config_app),
 ):  # fmt: skip
     app.add_typer(part, name=name)
@@ -669,6 +671,19 @@ def diff_policy(reach: AdminReach = LOCAL, output: Output = PrintFormat.TABLE) -
 
     with _clients(reach) as clients:
         commands.diff_policy(clients, output)
+
+
+@batch_app.command("run")
+@flags.grouped
+def run_batch(given: BatchFlags) -> None:
+    """Answer the lines of an OpenAI batch file through routers, below all interactive work; a later run goes on.
+
+    Exit code 1 where lines failed, which stand in the file of errors. Run it again to try those that may pass."""
+    from pdcluster_router.operate.batch.run import run
+
+    with _reported():
+        if run(given.options()):
+            raise typer.Exit(1)
 
 
 # ---------------------------------------------------------------- without a cluster

@@ -195,6 +195,7 @@ AWAITED = {
     "pdcluster.node.vllm.engine.engine": {"_watch"},
     "pdcluster_router.admin.rollouts": {"_run", "_switch"},
     "pdcluster_router.frontend.choices": {"merge"},
+    "pdcluster_router.operate.batch.run": {"_run"},
     "pdcluster_router.workers.supervisor": {"_serve", "_until", "_all_started"},
 }
 

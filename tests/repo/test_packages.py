@@ -66,6 +66,7 @@ LEVELS: dict[str, int] = {
     "pdcluster_router.frontend": 17,
     "pdcluster_router.admin": 18,
     "pdcluster_router.operate": 19,
+    "pdcluster_router.operate.batch": 20,
     "pdcluster_router.console": 20,
     "pdcluster_router.control": 20,
     "pdcluster_router.workers": 21,

@@ -116,7 +116,7 @@ class AdminClients:
         token = token_of(token_file)
         self._warn = warn
         self.silent: dict[str, PdclusterError] = {}
-        self.routers = [_open(address, host, token, trust) for address, host in _resolved(addresses).items()]
+        self.routers = [_open(address, host, token, trust) for address, host in resolved_hosts(addresses).items()]
 
     def close(self) -> None:
         for router in self.routers:
@@ -264,25 +264,25 @@ def refusal(told: RouterAnswer) -> PdclusterError:
 
 def resolved(addresses: str) -> list[str]:
     """Every router's HOST:PORT. Raises ConfigError for a bad address, Unreachable for an unknown host."""
-    return list(_resolved(addresses))
+    return list(resolved_hosts(addresses))
 
 
-def _resolved(addresses: str) -> dict[str, str]:
-    """As `resolved`, with the host that each address was found by."""
+def resolved_hosts(addresses: str, flag: str = "--admin") -> dict[str, str]:
+    """As `resolved`, with the host that each address was found by. flag: that has the addresses, for errors."""
     found: dict[str, str] = {}
     for address in filter(None, (each.strip() for each in addresses.split(","))):
         try:
             host, port = parse_address(address)
             known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except ValueError as error:
-            raise ConfigError(f"--admin {address!r} {error}") from None
+            raise ConfigError(f"{flag} {address!r} {error}") from None
         except OSError as error:
-            raise Unreachable(f"the host of --admin {address} is not known: {error.strerror}; check its name") from None
+            raise Unreachable(f"the host of {flag} {address} is not known: {error.strerror}; check its name") from None
         found |= dict.fromkeys((format_address(each, port) for each in _routers_of(host, known)), host)
     if not found:
-        raise ConfigError("--admin is empty; pass HOST:PORT[,HOST:PORT]")
+        raise ConfigError(f"{flag} is empty; pass HOST:PORT[,HOST:PORT]")
     if len(found) > MAX_ROUTERS:
-        raise ConfigError(f"--admin stands for {len(found)} routers; at most {MAX_ROUTERS} are asked")
+        raise ConfigError(f"{flag} stands for {len(found)} routers; at most {MAX_ROUTERS} are asked")
     return found
 
 
