@@ -117,6 +117,133 @@ def agent(num_requests: int, chance: random.Random) -> list[TraceRequest]:
     return sessions(AGENT, num_requests, chance)
 
 
+@dataclass(frozen=True, slots=True)
+class CodingAgents:
+    """Sessions in which a person asks now and then, and an agent calls tools until it answers.
+
+    systems: lengths of system prompts with tools, chosen by Zipf.
+    helpers: those of sub-agents.
+    projects: number of projects for each system prompt. The text of one follows the prompt in all its sessions.
+    questions, calls: mean number of questions in a session, and of requests for one question.
+    fork: chance that a request starts one to three sub-agents. Half of them begin with the whole history.
+    helper_calls: mean number of requests of a sub-agent.
+    most_context: tokens of a history that gives way to a summary.
+    act_ms, idle_ms: time until a tool's result, and until the next question.
+    """
+
+    systems: Sequence[int] = (14_000, 18_500, 11_000)
+    helpers: Sequence[int] = (9_000, 12_000)
+    projects: int = 40
+    project: Length = Length(2500, 0.5, 8000)
+    questions: float = 4
+    calls: float = 12
+    fork: float = 0.04
+    helper_calls: float = 8
+    most_context: int = 100_000
+    question: Length = Length(150, 1.0, 8000)
+    result: Length = Length(700, 1.2, 25_000)
+    answer: Length = Length(120, 0.9, 3000)
+    summary: Length = Length(2500, 0.3, 6000)
+    act_ms: Length = Length(1500, 1.0, 60_000)
+    idle_ms: Length = Length(45_000, 1.2, 1_200_000)
+
+    @property
+    def requests(self) -> float:
+        """Mean number of requests in a session, compactions aside."""
+        return self.questions * self.calls * (1 + 2 * self.fork * self.helper_calls)
+
+
+CODING = CodingAgents()
+# Seconds after which nearly all first sessions have ended.
+SETTLED_S = 3600.0
+# Tokens of the request for a summary, and of the results of sub-agents.
+SUMMARIZE, REPORT = 400, 1200
+
+
+class _CodingStream:
+    """Requests of coding agents so far. Each sub-agent is a session of its own."""
+
+    def __init__(self, shape: CodingAgents, chance: random.Random) -> None:
+        self.found: list[TraceRequest] = []
+        self._shape, self._chance = shape, chance
+        self._chain, self._names, self._sessions = BlockChain(), _numbers(), _numbers()
+        self._projects = [shape.project.draw(chance) for _ in range(shape.projects)]
+
+    def add_session(self, now_s: float) -> None:
+        shape, chance = self._shape, self._chance
+        system, project, session = _zipf(len(shape.systems), chance), chance.randrange(shape.projects), self._open()
+        text = self._opening(system, project)
+        for question in range(self._count(shape.questions)):
+            now_s += shape.idle_ms.draw(chance) / 1000 if question else 0.0
+            text.add(shape.question.draw(chance))
+            for _ in range(self._count(shape.calls)):
+                if text.num_tokens > shape.most_context:
+                    text.add(SUMMARIZE)
+                    summary = shape.summary.draw(chance)
+                    now_s = self._ask(text, now_s, summary, session)
+                    text = self._opening(system, project)
+                    text.add(summary)
+                now_s = self._ask(text, now_s, shape.answer.draw(chance), session)
+                if chance.random() < shape.fork:
+                    now_s = max(self._sub_agent(text, now_s) for _ in range(chance.randint(1, 3)))
+                    text.add(REPORT)
+                else:
+                    now_s += shape.act_ms.draw(chance) / 1000
+                    text.add(shape.result.draw(chance))
+
+    def _sub_agent(self, parent: _Text, now_s: float) -> float:
+        """Returns when it has ended."""
+        shape, chance, session = self._shape, self._chance, self._open()
+        text = _Text(self._chain, self._names)
+        if chance.random() < 0.5:
+            text.blocks, text.num_tokens = parent.blocks, parent.num_tokens
+        else:
+            which = _zipf(len(shape.helpers), chance)
+            text.add(shape.helpers[which], shared=len(shape.systems) + which)
+        text.add(3 * shape.question.draw(chance))
+        for _ in range(self._count(shape.helper_calls)):
+            if text.num_tokens > MOST_CONTEXT:
+                break
+            now_s = self._ask(text, now_s, shape.answer.draw(chance), session)
+            now_s += shape.act_ms.draw(chance) / 1000
+            text.add(shape.result.draw(chance))
+        return now_s
+
+    def _ask(self, text: _Text, now_s: float, num_output: int, session: int) -> float:
+        """Returns when the answer is there."""
+        prompt, num_tokens = text.blocks, text.num_tokens
+        text.add(num_output)
+        self.found.append(TraceRequest(now_s, num_tokens, num_output, prompt, text.blocks, "coding", session))
+        return now_s + num_output * ANSWER_TOKEN_S
+
+    def _opening(self, system: int, project: int) -> _Text:
+        text = _Text(self._chain, self._names)
+        text.add(self._shape.systems[system], shared=system)
+        text.add(self._projects[project], shared=1000 * (system + 1) + project)
+        return text
+
+    def _count(self, mean: float) -> int:
+        number = 1
+        while self._chance.random() > 1 / mean:
+            number += 1
+        return number
+
+    def _open(self) -> int:
+        return next(self._sessions)
+
+
+def coding(num_requests: int, chance: random.Random, rate: float = 1.0) -> list[TraceRequest]:
+    """num_requests of a running stream of coding agents.
+
+    rate: requests a second.
+    """
+    stream, opened_s = _CodingStream(CODING, chance), 0.0
+    while opened_s < SETTLED_S or len(stream.found) < 2 * num_requests + 200:
+        opened_s += chance.expovariate(rate / CODING.requests)
+        stream.add_session(opened_s)
+    return _steady(stream.found, opened_s, num_requests)
+
+
 def rag(num_requests: int, chance: random.Random) -> list[TraceRequest]:
     """Questions behind popular documents: 300 of them, by Zipf, one to three in a prompt, the most popular first."""
     chain, names = BlockChain(), _numbers()
@@ -240,6 +367,7 @@ Make = Callable[[int, random.Random], list[TraceRequest]]
 KINDS: Mapping[str, Make] = {
     "chat": chat,
     "agent": agent,
+    "coding": coding,
     "rag": rag,
     "day": day,
     "documents": documents,

@@ -1,10 +1,12 @@
 """The generator: one (kind, size, seed) is one trace, and each kind shares what its name says."""
 
+from itertools import pairwise
+
 import pytest
 
 from pdcluster.core.errors import ConfigError
-from pdcluster_router.replay.trace import Trace
-from pdcluster_router.replay.workloads import KINDS, generate
+from pdcluster_router.replay.trace import Trace, TraceRequest
+from pdcluster_router.replay.workloads import BLOCK_TOKENS, CODING, KINDS, generate
 
 
 def _ideal_hit(trace: Trace) -> float:
@@ -54,6 +56,38 @@ def test_a_conversation_grows_by_what_was_said() -> None:
         turns.setdefault(request.session, []).append(request.num_tokens)
     assert max(map(len, turns.values())) > 3
     assert all(lengths == sorted(lengths) for lengths in turns.values())
+
+
+def _sessions(trace: Trace) -> list[list[TraceRequest]]:
+    found: dict[int, list[TraceRequest]] = {}
+    for request in trace.requests:
+        found.setdefault(request.session, []).append(request)
+    return list(found.values())
+
+
+def test_a_coding_agent_keeps_its_history_until_it_is_summarized() -> None:
+    followers = [pair for session in _sessions(generate("coding", 4000, seed=0)) for pair in pairwise(session)]
+    kept = [after.blocks[: len(before.grown)] == before.grown for before, after in followers]
+    rewritten = [pair for pair, is_kept in zip(followers, kept, strict=True) if not is_kept]
+    assert 20 < len(rewritten) < 0.1 * len(followers)
+    for before, after in rewritten:
+        assert before.num_tokens > CODING.most_context and after.num_tokens < 0.6 * CODING.most_context
+        opening = min(CODING.systems) // BLOCK_TOKENS
+        assert after.blocks[:opening] == before.blocks[:opening], "the system prompt stays"
+    waits = sorted(after.arrival_s - before.arrival_s for before, after in followers)
+    assert waits[len(waits) // 2] < 10 and waits[-1] > 120, "tools answer soon, and people come back late"
+
+
+def test_some_sub_agents_of_coding_agents_begin_with_the_whole_history() -> None:
+    beyond_openings = 60
+    holders: dict[bytes, set[int]] = {}
+    sessions = _sessions(generate("coding", 4000, seed=0))
+    for request in (each for session in sessions for each in session):
+        for block in request.grown[beyond_openings : beyond_openings + 1]:
+            holders.setdefault(block, set()).add(request.session)
+    shared = [len(holders[block]) for s in sessions for block in s[0].blocks[beyond_openings : beyond_openings + 1]]
+    assert sum(num > 1 for num in shared) > 20, "forks"
+    assert sum(9_000 < session[0].num_tokens < 14_000 for session in sessions) > 20, "others begin anew"
 
 
 def test_a_mix_holds_its_kinds_by_share_and_they_share_nothing_with_each_other() -> None:
