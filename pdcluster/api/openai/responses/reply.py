@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 from pdcluster.api.openai.replies import RouteReport, TokenUsage
 from pdcluster.api.openai.responses.requests import ResponseAsked, client_error
@@ -136,7 +136,7 @@ class IncompleteReason(Struct):
 
 
 class ResponseObject(Struct, kw_only=True):
-    """created_at, completed_at: seconds since 1970."""
+    """created_at, completed_at: seconds since 1970. Fields of kind Raw repeat the request."""
 
     id: str
     object: Literal["response"] = "response"
@@ -148,55 +148,54 @@ class ResponseObject(Struct, kw_only=True):
     error: ResponseFault | None = None
     frequency_penalty: float
     incomplete_details: IncompleteReason | None = None
-    instructions: str | None
+    instructions: Raw
     max_output_tokens: int | None
-    max_tool_calls: Any
-    metadata: Any
+    max_tool_calls: Raw
+    metadata: Raw
     model: str
     output: list[OutputItem] = []
     parallel_tool_calls: bool
     presence_penalty: float
     previous_response_id: None = None
     prompt: None = None
-    prompt_cache_key: Any
-    reasoning: Mapping[str, Any]
-    safety_identifier: Any
+    prompt_cache_key: Raw
+    reasoning: Raw
+    safety_identifier: Raw
     service_tier: Literal["default"] = "default"
     store: bool = False
     temperature: float
-    text: Mapping[str, Any]
-    tool_choice: Any
-    tools: list[dict[str, Any]]
+    text: Raw
+    tool_choice: Raw
+    tools: Raw
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
-    user: Any
+    user: Raw
 
 
 def response_of(asked: ResponseAsked, reply_id: str, model: str, temperature: float, top_p: float) -> ResponseObject:
     """A response that begins now. temperature, top_p: of its sampling."""
-    body = asked.body
-    text = {name: value for name, value in (body.text or {}).items() if value is not None}
+    body, repeated = asked.body, asked.repeated
     return ResponseObject(
         id=reply_id,
         created_at=int(time.time()),
         frequency_penalty=body.frequency_penalty or 0.0,
-        instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
-        max_tool_calls=body.max_tool_calls,
-        metadata=body.metadata or {},
         model=model,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         presence_penalty=body.presence_penalty or 0.0,
-        prompt_cache_key=body.prompt_cache_key,
-        reasoning={"effort": None, "summary": None} | (body.reasoning or {}),
-        safety_identifier=body.safety_identifier,
         temperature=temperature,
-        text={"format": {"type": "text"}} | text,
-        tool_choice="auto" if body.tool_choice is None else body.tool_choice,
-        tools=body.tools or [],
         top_logprobs=body.top_logprobs or 0,
         top_p=top_p,
-        user=body.user,
+        instructions=repeated["instructions"],
+        max_tool_calls=repeated["max_tool_calls"],
+        metadata=repeated["metadata"],
+        prompt_cache_key=repeated["prompt_cache_key"],
+        reasoning=repeated["reasoning"],
+        safety_identifier=repeated["safety_identifier"],
+        text=repeated["text"],
+        tool_choice=repeated["tool_choice"],
+        tools=repeated["tools"],
+        user=repeated["user"],
     )

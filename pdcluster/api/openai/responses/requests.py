@@ -133,6 +133,9 @@ SAME_FIELDS = (
     "pdcluster_mode", "weights", "weights_change", "prompt_cache_key",
 )  # fmt: skip
 
+# Fields that a reply repeats as they came.
+REPEATED = ("instructions", "max_tool_calls", "prompt_cache_key", "safety_identifier", "user")
+
 # Fields of the chat → fields of the body, for errors.
 CLIENT_NAMES: Mapping[str, str] = {
     "response_format.json_schema": "text.format",
@@ -149,9 +152,10 @@ _BODY = msgspec.json.Decoder(ResponsesRequest)
 
 
 class ResponseAsked(Struct, frozen=True):
-    """A request, and the chat that it means."""
+    """A request, and the chat that it means. repeated: fields that its reply repeats, as JSON."""
 
     body: ResponsesRequest
+    repeated: Mapping[str, msgspec.Raw]
     reasoning: ReasoningOptions
     chat: ChatRequest
     toolbox: Toolbox
@@ -183,7 +187,23 @@ def decode_responses(body: bytes) -> ResponseAsked:
         stream_options=StreamOptions(include_usage=True) if request.stream else None,
         **{name: getattr(request, name) for name in SAME_FIELDS},
     )
-    return ResponseAsked(request, reasoning, checked_chat(chat), toolbox)
+    return ResponseAsked(request, _repeated(request), reasoning, checked_chat(chat), toolbox)
+
+
+def _repeated(request: ResponsesRequest) -> dict[str, msgspec.Raw]:
+    """Made once and now: where an answer is written, fewer levels of nesting may be left."""
+    text = {name: value for name, value in (request.text or {}).items() if value is not None}
+    values = {name: getattr(request, name) for name in REPEATED} | {
+        "metadata": request.metadata or {},
+        "reasoning": {"effort": None, "summary": None} | (request.reasoning or {}),
+        "text": {"format": {"type": "text"}} | text,
+        "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
+        "tools": request.tools or [],
+    }
+    try:
+        return {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in values.items()}
+    except RecursionError as error:
+        raise BadRequest(validate.NESTED_TOO_DEEPLY) from error
 
 
 def _check_refused(request: ResponsesRequest) -> None:

@@ -392,6 +392,19 @@ async def test_a_schema_is_kept_and_its_faults_are_named(http, client, dispatche
         assert reply.status_code == 400 and error["param"] == param and error["message"].startswith(param), error
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_nesting_that_is_read_can_be_repeated(http, dispatcher, stream) -> None:
+    """At any depth: an answer or a 400, as where an answer is written fewer levels may be left."""
+    refused = 0
+    for depth in range(20, 1400, 20):
+        nested = "[" * depth + "]" * depth
+        body = f'{{"model": "{MODEL}", "input": "hi", "stream": {str(stream).lower()}, "metadata": {{"a": {nested}}}}}'
+        reply = await http.post(PATH, content=body, headers={"content-type": "application/json"})
+        assert reply.status_code in (200, 400) and "internal error" not in reply.text, (depth, reply.text[:300])
+        refused += reply.status_code == 400
+    assert refused, "no depth was too large"
+
+
 async def test_the_official_client_reads_all_of_it(client, dispatcher) -> None:
     dispatcher.script = lambda _: says("<think>hm</think>Well. " + CALLS)
     async with client.responses.stream(model=MODEL, input="hi", tools=TOOLS) as stream:
