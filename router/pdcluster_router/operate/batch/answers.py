@@ -175,6 +175,7 @@ class AnswerFiles:
     ) -> None:
         """opened: closes both."""
         self._opened, self._answers, self._errors, self._clock = opened, answers, errors, clock
+        self._error_file = Path(str(errors.name))
         # Errors of earlier runs that stay.
         self.num_kept_errors = num_failed
         self._synced_at = clock()
@@ -191,8 +192,11 @@ class AnswerFiles:
         self._synced_at = self._clock()
 
     def close(self) -> None:
+        """A file without errors is removed."""
         with self._opened:
             self.sync()
+            if not os.fstat(self._errors.fileno()).st_size:
+                self._error_file.unlink()
 
 
 def _append(file: FileIO, text: bytes) -> None:

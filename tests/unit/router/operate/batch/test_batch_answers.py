@@ -37,7 +37,8 @@ def good(name: str) -> LineAnswer:
 
 
 def ids(file: Path) -> list[str]:
-    return [json.loads(text)["custom_id"] for text in file.read_bytes().splitlines()]
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    return [json.loads(text)["custom_id"] for text in lines]
 
 
 def test_an_answer_has_the_form_of_openai(tmp_path: Path) -> None:
@@ -174,7 +175,13 @@ def test_no_line_is_lost_or_written_twice_by_runs_that_are_killed(
             files.write(failure if end is None else LineAnswer(name, end, "r", b"{}"))
         files.close()
         for file, cut in zip((out, errors), cuts, strict=True):
+            if not file.exists():
+                continue
             text = file.read_bytes()
             file.write_bytes(text[: max(len(text) - cut, 0)])
     assert sorted([*ids(out), *ids(errors)]) == sorted(names)
-    assert all(msgspec.json.decode(line)["response"] for line in errors.read_bytes().splitlines())
+    if errors.exists():
+        assert {msgspec.json.decode(line)["response"]["status_code"] for line in errors.read_bytes().splitlines()} <= {
+            400,
+            404,
+        }
