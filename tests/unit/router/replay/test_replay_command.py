@@ -133,7 +133,7 @@ import sys
 from typer.testing import CliRunner
 from pdcluster_router.pdctl import app
 assert CliRunner().invoke(app, ["replay", "--help"]).exit_code == 0
-assert {m for m in sys.modules if m.startswith("pdcluster_router.")} == {"pdcluster_router." + m for m in ("pdctl", "operate", "operate.printing", "replay", "replay.options")}
+assert {m for m in sys.modules if m.startswith("pdcluster_router.")} == {"pdcluster_router." + m for m in ("pdctl", "operate", "operate.batch", "operate.batch.flags", "operate.printing", "replay", "replay.options")}
 assert "numpy" not in sys.modules, "imported for --help"
 assert CliRunner().invoke(app, ["replay", "generate:rag:5", "--mixed", "1"]).exit_code == 0
 sys.exit("torch was loaded" if {"torch", "transformers", "numba"} & {m.split(".")[0] for m in sys.modules} else 0)
