@@ -372,9 +372,9 @@ class App:
         exchange.errors = RESPONSES_ERRORS
         asked = decode_responses(exchange.take_body())
         if asked.chat.stream:
-            exchange.failure = partial(failed_stream, asked, RESPONSE_PREFIX + exchange.id)
+            exchange.failure = partial(failed_stream, asked.terms, RESPONSE_PREFIX + exchange.id)
         self._converse(
-            exchange, asked.chat, ChatApi(partial(ResponsesFormat, asked), RESPONSE_PREFIX, cuts_length=True)
+            exchange, asked.chat, ChatApi(partial(ResponsesFormat, asked.terms), RESPONSE_PREFIX, cuts_length=True)
         )
 
     def _completion(self, exchange: Exchange) -> None:

@@ -37,7 +37,7 @@ from pdcluster.api.openai.responses.reply import (
     SummaryText,
     response_of,
 )
-from pdcluster.api.openai.responses.requests import ResponseAsked
+from pdcluster.api.openai.responses.requests import ResponseTerms
 from pdcluster.api.text.choice_text import TextPiece, Token
 from pdcluster.api.text.logprobs import ChatTokenLogprob, chat_logprobs
 from pdcluster.api.tools.calls import ToolCallDelta
@@ -161,8 +161,8 @@ class OutputItems:
     emit: takes the events; None where nobody wants them.
     """
 
-    def __init__(self, asked: ResponseAsked, head: Head, emit: Emit | None) -> None:
-        self._asked, self._head, self._emit = asked, head, emit
+    def __init__(self, terms: ResponseTerms, head: Head, emit: Emit | None) -> None:
+        self._terms, self._head, self._emit = terms, head, emit
         self.done: list[OutputItem] = []
         self._open: OpenItem | None = None
         # Tokens of the text, which come with its next part.
@@ -196,9 +196,8 @@ class OutputItems:
     def _reasoning(self) -> _OpenReasoning:
         if isinstance(self._open, _OpenReasoning):
             return self._open
-        asked = self._asked
         item = _OpenReasoning(
-            self._new_id("rs"), is_summary=asked.reasoning.wants_summary, is_encrypted=asked.wants_encrypted
+            self._new_id("rs"), is_summary=self._terms.wants_summary, is_encrypted=self._terms.wants_encrypted
         )
         self._begin(item)
         return item
@@ -217,7 +216,7 @@ class OutputItems:
         self._open.add(self._emit_within, delta.arguments)
 
     def _new_call(self, call_id: str, function: str) -> _OpenFunctionCall | _OpenCustomCall:
-        tool = self._asked.toolbox.client_name(function)
+        tool = self._terms.toolbox.client_name(function)
         namespace = UNSET if tool.namespace is None else tool.namespace
         if tool.is_custom:
             return _OpenCustomCall(CustomCallOutput(self._new_id("ctc"), call_id, tool.name, namespace=namespace))
@@ -289,11 +288,11 @@ class ResponsesFormat:
     is_plain = False
     ping = b""
 
-    def __init__(self, asked: ResponseAsked, head: Head) -> None:
-        self._asked, self._head = asked, head
-        self._response = response_of(asked, head.id, head.model, head.temperature, head.top_p)
+    def __init__(self, terms: ResponseTerms, head: Head) -> None:
+        self._terms, self._head = terms, head
+        self._response = response_of(terms, head.id, head.model, head.temperature, head.top_p)
         self._stream = ResponseEvents()
-        self._items = OutputItems(asked, head, self._stream.emit)
+        self._items = OutputItems(terms, head, self._stream.emit)
         self._finish: str | None = None
 
     def opening(self, index: int, cached_tokens: int | None) -> bytes:
@@ -321,7 +320,7 @@ class ResponsesFormat:
         return self._stream.take()
 
     def whole(self, pieces: Sequence[TextPiece], usage: TokenUsage) -> bytes:
-        items = OutputItems(self._asked, self._head, None)
+        items = OutputItems(self._terms, self._head, None)
         items.take(pieces[0])
         items.close(_status_of(pieces[0].finish))
         return _encode(self._ended(items, pieces[0].finish, usage))
@@ -339,10 +338,10 @@ class ResponsesFormat:
         return structs.replace(response, status="completed", completed_at=int(time.time()))
 
 
-def failed_stream(asked: ResponseAsked, reply_id: str, error: PdclusterError) -> bytes:
+def failed_stream(terms: ResponseTerms, reply_id: str, error: PdclusterError) -> bytes:
     """The events of a response that fails before it has a token."""
-    stream, body = ResponseEvents(), asked.body
-    response = response_of(asked, reply_id, body.model, _or_one(body.temperature), _or_one(body.top_p))
+    stream = ResponseEvents()
+    response = response_of(terms, reply_id, terms.model, _or_one(terms.temperature), _or_one(terms.top_p))
     stream.begin(response)
     stream.fail(response, error, [])
     return stream.take()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from pdcluster.api.openai.replies import RouteReport, TokenUsage
-from pdcluster.api.openai.responses.requests import ResponseAsked, client_error
+from pdcluster.api.openai.responses.requests import ResponseTerms, client_error
 from pdcluster.api.text.logprobs import ChatTokenLogprob
 from pdcluster.core.errors import BadRequest, PdclusterError
 
@@ -146,16 +146,16 @@ class ResponseObject(Struct, kw_only=True):
     completed_at: int | None = None
     conversation: None = None
     error: ResponseFault | None = None
-    frequency_penalty: float
+    frequency_penalty: Raw
     incomplete_details: IncompleteReason | None = None
     instructions: Raw
-    max_output_tokens: int | None
+    max_output_tokens: Raw
     max_tool_calls: Raw
     metadata: Raw
     model: str
     output: list[OutputItem] = []
-    parallel_tool_calls: bool
-    presence_penalty: float
+    parallel_tool_calls: Raw
+    presence_penalty: Raw
     previous_response_id: None = None
     prompt: None = None
     prompt_cache_key: Raw
@@ -167,35 +167,35 @@ class ResponseObject(Struct, kw_only=True):
     text: Raw
     tool_choice: Raw
     tools: Raw
-    top_logprobs: int
+    top_logprobs: Raw
     top_p: float
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
     user: Raw
 
 
-def response_of(asked: ResponseAsked, reply_id: str, model: str, temperature: float, top_p: float) -> ResponseObject:
+def response_of(terms: ResponseTerms, reply_id: str, model: str, temperature: float, top_p: float) -> ResponseObject:
     """A response that begins now. temperature, top_p: of its sampling."""
-    body, repeated = asked.body, asked.repeated
+    repeated = terms.repeated
     return ResponseObject(
         id=reply_id,
         created_at=int(time.time()),
-        frequency_penalty=body.frequency_penalty or 0.0,
-        max_output_tokens=body.max_output_tokens,
-        model=model,
-        parallel_tool_calls=body.parallel_tool_calls is not False,
-        presence_penalty=body.presence_penalty or 0.0,
-        temperature=temperature,
-        top_logprobs=body.top_logprobs or 0,
-        top_p=top_p,
+        frequency_penalty=repeated["frequency_penalty"],
         instructions=repeated["instructions"],
+        max_output_tokens=repeated["max_output_tokens"],
         max_tool_calls=repeated["max_tool_calls"],
         metadata=repeated["metadata"],
+        model=model,
+        parallel_tool_calls=repeated["parallel_tool_calls"],
+        presence_penalty=repeated["presence_penalty"],
         prompt_cache_key=repeated["prompt_cache_key"],
         reasoning=repeated["reasoning"],
         safety_identifier=repeated["safety_identifier"],
+        temperature=temperature,
         text=repeated["text"],
         tool_choice=repeated["tool_choice"],
         tools=repeated["tools"],
+        top_logprobs=repeated["top_logprobs"],
+        top_p=top_p,
         user=repeated["user"],
     )

@@ -104,6 +104,7 @@ class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     access_programs: object = None
     max_tool_calls: object = None
     image: object = None
+    background_options: object = None
     request_id: object = None
     # would change the answer, see REFUSED_FIELDS
     previous_response_id: object = None
@@ -134,7 +135,7 @@ SAME_FIELDS = (
 )  # fmt: skip
 
 # Fields that a reply repeats as they came.
-REPEATED = ("instructions", "max_tool_calls", "prompt_cache_key", "safety_identifier", "user")
+REPEATED = ("instructions", "max_output_tokens", "max_tool_calls", "prompt_cache_key", "safety_identifier", "user")
 
 # Fields of the chat → fields of the body, for errors.
 CLIENT_NAMES: Mapping[str, str] = {
@@ -151,18 +152,27 @@ CLIENT_NAMES: Mapping[str, str] = {
 _BODY = msgspec.json.Decoder(ResponsesRequest)
 
 
-class ResponseAsked(Struct, frozen=True):
-    """A request, and the chat that it means. repeated: fields that its reply repeats, as JSON."""
+class ResponseTerms(Struct, frozen=True):
+    """What a response needs of its request. The body may be large, and ends before the response does.
 
-    body: ResponsesRequest
-    repeated: Mapping[str, msgspec.Raw]
-    reasoning: ReasoningOptions
-    chat: ChatRequest
+    wants_summary, wants_encrypted: how reasoning comes.
+    repeated: fields that the response repeats, as JSON.
+    """
+
+    model: str
+    temperature: float | None
+    top_p: float | None
+    wants_summary: bool
+    wants_encrypted: bool
     toolbox: Toolbox
+    repeated: Mapping[str, msgspec.Raw]
 
-    @property
-    def wants_encrypted(self) -> bool:
-        return ENCRYPTED in (self.body.include or ())
+
+class ResponseAsked(Struct, frozen=True):
+    """The chat that a request means, and the terms of its response."""
+
+    chat: ChatRequest
+    terms: ResponseTerms
 
 
 def decode_responses(body: bytes) -> ResponseAsked:
@@ -187,18 +197,31 @@ def decode_responses(body: bytes) -> ResponseAsked:
         stream_options=StreamOptions(include_usage=True) if request.stream else None,
         **{name: getattr(request, name) for name in SAME_FIELDS},
     )
-    return ResponseAsked(request, _repeated(request), reasoning, checked_chat(chat), toolbox)
+    terms = ResponseTerms(
+        model=request.model,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        wants_summary=reasoning.wants_summary,
+        wants_encrypted=ENCRYPTED in (request.include or ()),
+        toolbox=toolbox,
+        repeated=_repeated(request),
+    )
+    return ResponseAsked(checked_chat(chat), terms)
 
 
 def _repeated(request: ResponsesRequest) -> dict[str, msgspec.Raw]:
     """Made once and now: where an answer is written, fewer levels of nesting may be left."""
     text = {name: value for name, value in (request.text or {}).items() if value is not None}
     values = {name: getattr(request, name) for name in REPEATED} | {
+        "frequency_penalty": request.frequency_penalty or 0.0,
         "metadata": request.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "presence_penalty": request.presence_penalty or 0.0,
         "reasoning": {"effort": None, "summary": None} | (request.reasoning or {}),
         "text": {"format": {"type": "text"}} | text,
         "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
         "tools": request.tools or [],
+        "top_logprobs": request.top_logprobs or 0,
     }
     try:
         return {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in values.items()}

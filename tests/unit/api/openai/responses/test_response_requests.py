@@ -83,7 +83,7 @@ IDLE: dict[str, Any] = {
     "user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "flex", "safety_identifier": "s",
     "prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "implicit"}, "client_metadata": {"x": "y"},
     "access_programs": {"cyber": "standard"}, "max_tool_calls": 3, "image": {"context_compression": "auto"},
-    "request_id": "r", "truncation": "disabled", "background": False, "context_management": [],
+    "request_id": "r", "background_options": {}, "truncation": "disabled", "background": False, "context_management": [],
     "previous_response_id": None, "conversation": None, "prompt": None, "moderation": None,
     "include": ["reasoning.encrypted_content", "file_search_call.results"],
     "stream_options": {"include_obfuscation": False}, "tools": [],
