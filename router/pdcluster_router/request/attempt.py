@@ -83,6 +83,10 @@ class Attempt:
         self.base = len(job.emitted)
         # Not later than any clock.
         self.due = job.deadline
+        # A batch request waits on its node for as long as others do. A node that hangs says so, or its lease ends.
+        stages = shared.settings.stages
+        self.queue_s = math.inf if job.is_batch else stages.queue_s
+        self.liveness_s = math.inf if job.is_batch else stages.liveness_s
 
     def set_clock(self, seconds: float) -> None:
         """This state must be over by then."""
@@ -104,7 +108,7 @@ class Attempt:
         """Bring `due` up to date. Rows on the fast token path move no clock."""
         leg = self.decode
         if leg is not None and (self.state is S.DECODING or self.state is S.DELIVERED):
-            self.state_by = max(self.state_by, leg.heard_at + self.shared.settings.stages.liveness_s)
+            self.state_by = max(self.state_by, leg.heard_at + self.liveness_s)
         self.due = min(self.job.deadline, self.queue_by, self.state_by)
 
     def await_report(self) -> None:

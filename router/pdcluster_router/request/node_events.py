@@ -65,7 +65,7 @@ def begin(attempt: Attempt) -> None:
     """Send the first frames. Raises RetryAttempt when a node is already gone."""
     job, node, shared = attempt.job, attempt.decode_node, attempt.shared
     assert node is not None  # as it was chosen
-    attempt.queue_by = shared.clock() + shared.settings.stages.queue_s
+    attempt.queue_by = shared.clock() + attempt.queue_s
     attempt.due = min(job.deadline, attempt.queue_by)
     if attempt.prefill_node is None:
         attempt.state = ATTEMPT[attempt.state, "compute"]
@@ -158,7 +158,7 @@ def continues(attempt: Attempt, incarnation: str, row: TokenRow) -> bool:
     ):
         return False
     # Which is later than it was, so that `due` stays.
-    attempt.state_by = attempt.shared.clock() + attempt.shared.settings.stages.liveness_s
+    attempt.state_by = attempt.shared.clock() + attempt.liveness_s
     emitted += tokens
     return True
 
@@ -222,7 +222,7 @@ def _on_row(attempt: Attempt, leg: RequestLeg, row: TokenRow) -> None:
     if attempt.state is not S.DECODING:
         attempt.state = ATTEMPT[attempt.state, "row"]
         attempt.note_computed()
-    attempt.set_clock(attempt.shared.settings.stages.liveness_s)
+    attempt.set_clock(attempt.liveness_s)
     _emit(attempt, row)
 
 
@@ -266,7 +266,7 @@ def _on_delivered(attempt: Attempt, leg: RequestLeg, message: Delivered) -> None
         raise RetryAttempt(errors.TransferError("the prompt's logprobs were lost on their way"), None)
     if attempt.state is S.CARRYING and not attempt.is_complete:
         attempt.state = ATTEMPT[attempt.state, "delivered"]
-        attempt.set_clock(attempt.shared.settings.stages.liveness_s)
+        attempt.set_clock(attempt.liveness_s)
     attempt.shared.cluster.ledger.leave(leg)  # the node is done with it: what decodes elsewhere is not its load
 
 

@@ -14,7 +14,7 @@ from scripted_cluster import EMPTY_LOAD, FakeCluster, ScriptedPair, make_chooser
 from pdcluster.core import errors
 from pdcluster.core import messages as m
 from pdcluster.kv.hashing import block_hashes
-from pdcluster_router.core.generation import Done, Generation, TakeTokens, TokenChunk
+from pdcluster_router.core.generation import BATCH_PRIORITY, Done, Generation, TakeTokens, TenantPriority, TokenChunk
 from pdcluster_router.core.job import HashChain, Job, RetryAttempt
 from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.queueing.hold_queue import HoldLimits
@@ -396,6 +396,31 @@ async def test_a_node_that_lives_but_says_nothing_is_left(first_row: bool, stage
     )
     assert tokens == EXPECTED and done.attempts == 2
     assert stage in cluster.sent_to("m0", m.Cancel)[0].reason
+
+
+@pytest.mark.parametrize("first_row", [False, True])
+async def test_a_batch_request_waits_on_its_node_for_as_long_as_others_do(first_row: bool) -> None:
+    """Its prompt waits behind those of others, and its row is preempted for theirs."""
+    cluster = FakeCluster([make_node("m0", "mixed"), make_node("m1", "mixed", in_flight=5)])
+
+    def stall(message: m.NodeMessage, answer) -> None:
+        if not isinstance(message, m.Prefill):
+            return
+        if first_row:
+            answer(m.TokenRow("r1", message.work.attempt, 0, (EXPECTED[0],)))
+
+        def finish() -> None:
+            answer(m.TokenRow("r1", message.work.attempt, int(first_row), tuple(EXPECTED[int(first_row) :])))
+            answer(m.Finished("r1", message.work.attempt, "length", 4, m.LegTimings()))
+
+        asyncio.get_running_loop().call_later(0.4, finish)
+
+    cluster.handlers = {"m0": stall}
+    stages = StageDeadlines(queue_s=0.05, liveness_s=0.05)
+    dispatch = Dispatch(cluster, NoModels(), make_chooser(cluster), DispatchSettings(stages=stages))
+    generation = replace(make_generation(), standing=TenantPriority(priority=BATCH_PRIORITY))
+    tokens, done = await collect(dispatch, generation)
+    assert tokens == EXPECTED and done.attempts == 1 and not cluster.sent_to("m0", m.Cancel)
 
 
 @pytest.mark.parametrize(("times", "mode", "attempts"), [(1, "remote", 1), (3, "local", 2), (99, "local", 2)])
