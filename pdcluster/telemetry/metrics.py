@@ -211,10 +211,15 @@ class HoldMetrics:
     """What a router holds and refuses."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.held = Gauge("pdcluster_held_requests", "Requests that wait in the router for a node.", registry=registry)
+        self.held = Gauge(
+            "pdcluster_held_requests", "Requests, not batch, that wait in the router for a node.", registry=registry
+        )
+        self.held_batch = Gauge(
+            "pdcluster_held_batch_requests", "Batch requests that wait in the router for room.", registry=registry
+        )
         self.wait_seconds = Histogram(
             "pdcluster_hold_wait_seconds",
-            "Wait of a request that was held, by how it ended: placed, refused or left.",
+            "Wait of a request, not batch, that was held, by how it ended: placed, refused or left.",
             ("outcome",),
             buckets=SECONDS,
             registry=registry,

@@ -164,8 +164,16 @@ class EngineCollector(Collector):
         requests.add_metric(["running"], load.running)
         yield requests
         yield GaugeMetricFamily(
-            "pdcluster_engine_waiting_tokens", "Prompt tokens still to compute.", value=load.waiting_tokens
+            "pdcluster_engine_waiting_tokens",
+            "Prompt tokens, not of batch, still to compute.",
+            value=load.waiting_tokens,
         )
+        yield GaugeMetricFamily(
+            "pdcluster_engine_batch_tokens",
+            "Prompt tokens of batch requests still to compute.",
+            value=load.batch_tokens,
+        )
+        yield GaugeMetricFamily("pdcluster_engine_batch_rows", "Rows of batch requests.", value=load.batch_rows)
         slots = GaugeMetricFamily("pdcluster_engine_slots", "Rows of the batch.", labels=["state"])
         slots.add_metric(["used"], load.slots_used)
         slots.add_metric(["free"], load.slots - load.slots_used)

@@ -455,6 +455,8 @@ def record(choices: Sequence[OutputChoice], metrics: RouterMetrics) -> None:
             choice.text.num_tokens,
         )
         started, first, second, last = clock.started, clock.first, clock.second, clock.last
+        if choice.generation.standing.is_batch:
+            first = second = None  # nobody waits for it
         noted = (
             len(choice.generation.token_ids),
             num_output,

@@ -121,8 +121,8 @@ class HoldQueue:
         # When those that lack the same are due.
         self._lacking: dict[Lack, dict[str, float]] = {}
         self._expiries: list[tuple[float, str]] = []
-        # All requests that wait.
-        self.num_all = 0
+        # All requests that wait, and the batch requests among them.
+        self.num_all = self.num_batch = 0
         # Places and bytes of batch requests.
         self._batch: dict[Bound, int] = {"count": 0, "bytes": 0}
 
@@ -182,6 +182,7 @@ class HoldQueue:
             self._batch[bound] += amount * held.is_batch
         heapq.heappush(self._expiries, (self._expiry(held), held.request))
         self.num_all += 1
+        self.num_batch += held.is_batch
 
     def remove(self, request: str) -> QueuedRequest | None:
         """Remove a request whose client left. None when it does not wait here."""
@@ -331,6 +332,7 @@ class HoldQueue:
 
     def _gone(self, held: QueuedRequest) -> None:
         self.num_all -= 1
+        self.num_batch -= held.is_batch
         for bound, shares, amount in self._amounts(held):
             shares.give_back(held.tenant, amount)
             self._batch[bound] -= amount * held.is_batch
@@ -341,6 +343,8 @@ class HoldQueue:
     def check_integrity(self) -> None:
         if self.num_all != len(self):
             raise IntegrityError(f"{len(self)} requests wait, {self.num_all} are counted")
+        if self.num_batch != sum(one.is_batch for one in self.waiting()):
+            raise IntegrityError(f"{self.num_batch} batch requests are counted")
         self._queue.check_integrity()
         self._places.check_integrity()
         self._bytes.check_integrity()

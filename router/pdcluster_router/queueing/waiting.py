@@ -36,6 +36,7 @@ class GateWaiter:
     decide: Decide
     answer: Answer
     since: float
+    is_batch: bool = False
 
 
 class ClusterChanges(Protocol):
@@ -102,8 +103,8 @@ class WaitingRequests:
         self._wait(held, decide, answer)
 
     def _wait(self, held: QueuedRequest, decide: Decide, answer: Answer) -> None:
-        self.waiters[held.request] = GateWaiter(decide, answer, held.arrived)
-        self._metrics.held.set(self.num_held)
+        self.waiters[held.request] = GateWaiter(decide, answer, held.arrived, held.is_batch)
+        self._count_held()
         self._keep_pumping()
 
     def pass_over(self, since: float, now: float) -> None:
@@ -128,9 +129,15 @@ class WaitingRequests:
         waiter = self.waiters.pop(request)
         now = self._clock()
         self.gate.leave(request, now)
-        self._metrics.held.set(self.num_held)
-        self._metrics.wait_seconds.labels(outcome).observe(now - waiter.since)
+        self._count_held()
+        if not waiter.is_batch:
+            self._metrics.wait_seconds.labels(outcome).observe(now - waiter.since)
         return waiter
+
+    def _count_held(self) -> None:
+        num_batch = self.gate.queue.num_batch
+        self._metrics.held.set(self.num_held - num_batch)
+        self._metrics.held_batch.set(num_batch)
 
     # ------------------------------------------------------------ the pump
 

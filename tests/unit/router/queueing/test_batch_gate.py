@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 
 import pytest
 from msgspec.structs import replace
+from prometheus_client import CollectorRegistry
 from scripted_cluster import make_node
 
 from pdcluster.core import errors
 from pdcluster.core import messages as m
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
+from pdcluster.telemetry.metrics import HoldMetrics
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.generation import BATCH_PRIORITY, Force
 from pdcluster_router.policy.base import Decision, Query
@@ -22,6 +24,7 @@ from pdcluster_router.queueing.fairness import FairQueue, QueuedRequest
 from pdcluster_router.queueing.gate import Gate
 from pdcluster_router.queueing.headroom import Headroom
 from pdcluster_router.queueing.hold_queue import HoldLimits
+from pdcluster_router.queueing.waiting import WaitingRequests
 
 # A token of a prompt takes 1 ms; a step 10 ms and 1 ms for each row.
 COST = NodeCost(PrefillCost(0.0, 0.001, samples=100), DecodeCost(0.01, 0.001, samples=100))
@@ -193,3 +196,20 @@ def test_held_batch_work_asks_for_no_nodes_but_for_a_first_one():
     meter = DemandMeter()
     report = meter.report("r", 1.0, [replace(batch("b"), work=9.0), replace(chat("c"), work=2.0)], 10.0)
     assert (report.held_s, report.num_held) == (2.0, 2)
+
+
+async def test_waits_of_batch_requests_are_counted_apart():
+    world, gate, metrics, now = make_world("m0"), make_gate(), HoldMetrics(CollectorRegistry()), 0.0
+    waiting = WaitingRequests(gate, metrics, lambda: now)
+    world.set_load("m0", load(waiting_tokens=300))
+    for one in (chat("c"), batch("b0"), batch("b1")):
+        waiting.hold(
+            one, world.decide(one), lambda now, others, one=one: world.decide(one, others), lambda answer: None
+        )
+    assert (metrics.held._value.get(), metrics.held_batch._value.get()) == (1, 2)
+    now = 0.5
+    for name in ("b0", "c", "b1"):
+        waiting.leave(name)
+    assert (metrics.held._value.get(), metrics.held_batch._value.get()) == (0, 0)
+    (family,) = metrics.wait_seconds.collect()
+    assert [sample.value for sample in family.samples if sample.name.endswith("_count")] == [1.0]

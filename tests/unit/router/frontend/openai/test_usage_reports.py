@@ -86,3 +86,21 @@ def test_a_stop_string_leaves_what_was_cached(
     answers = "".join(map(str, told(nodes, kept, fields)))
     assert '"finish_reason":"stop"' in answers
     assert f'"prompt_tokens_details":{{"cached_tokens":{2 if says_so else 0}}}' in answers
+
+
+@pytest.mark.parametrize(("header", "num_timed"), [({}, 1.0), ({"x-pdcluster-class": "batch"}, 0.0)])
+async def test_times_to_tokens_are_of_requests_that_somebody_waits_for(
+    header: dict[str, str], num_timed: float
+) -> None:
+    async with (
+        served(ScriptedDispatcher(lambda _: says(SAID, "length"))) as url,
+        httpx.AsyncClient(base_url=url, timeout=None) as client,
+    ):
+        reply = await client.post(PLAIN, json={"model": MODEL, "prompt": "hi"}, headers=header)
+        wrong = await client.post(PLAIN, json={"model": MODEL, "prompt": "hi"}, headers={"x-pdcluster-class": "x"})
+        metrics = (await client.get("/metrics")).text
+    assert reply.status_code == 200
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "x-pdcluster-class"
+    counts = [line for line in metrics.splitlines() if line.startswith("pdcluster_time_to_first_token_seconds_count")]
+    assert sum(float(line.rpartition(" ")[2]) for line in counts) == num_timed
+    assert 'pdcluster_choices_total{finish="length",mode="remote"} 1.0' in metrics
