@@ -10,8 +10,8 @@ their rows do not slow each other, so that the figure between tokens is what rou
 
 Kills: two routers share a batch. Each is killed once and comes back, and so is pdctl. Every line is answered once.
 
-`--real` does the first two over two real nodes with the bundled model. They share the machine's cores with the rest,
-so these rows have no goal.
+Real: the first two over two real nodes with the bundled model and 300 lines. They share the machine's cores with the
+rest, so these rows have no goal.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from pdcluster.checkpoint import bundled
 from pdcluster_router.operate.batch.http_client import RouterClient
 from pdcluster_router.operate.batch.lines import BatchLine, read_lines
 
+PARTS = ("alone", "beside", "kills", "real")
 CLIENTS = 64
 ALONE_GOAL, TTFT_ALLOWED, ITL_ALLOWED = 0.95, 1.2, 1.1
 READY = b"GET /ready HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
@@ -332,17 +333,23 @@ def real(num_lines: int, turns: int, seconds: float) -> list[Row]:
         ]
 
 
-def measure(*, is_quick: bool, with_real: bool) -> list[Row]:
+def measure(parts: Sequence[str], *, is_quick: bool) -> list[Row]:
     num_lines, turns, seconds = (2_000, 2, 6.0) if is_quick else (10_000, 3, 20.0)
     rows = []
-    for shape in (PROMPTS, ROWS):
-        with fakes(shape) as served:
-            rows.append(alone(served, shape, num_lines, turns, ALONE_GOAL, f"fake nodes, {shape.name}"))
-    with fakes(BESIDE) as served:
-        rate = BESIDE.capacity / 2
-        rows += beside(served, BESIDE, rate, seconds, turns, 20_000, has_goal=True, case="fake nodes, half load")
-    rows.append(kills(num_lines))
-    if with_real:
+    if "alone" in parts:
+        for shape in (PROMPTS, ROWS):
+            with fakes(shape) as served:
+                rows.append(alone(served, shape, num_lines, turns, ALONE_GOAL, f"fake nodes, {shape.name}"))
+    if "beside" in parts:
+        with fakes(BESIDE) as served:
+            rate = BESIDE.capacity / 2
+            num_turns = turns if is_quick else 2 * turns
+            rows += beside(
+                served, BESIDE, rate, seconds, num_turns, 20_000, has_goal=True, case="fake nodes, half load"
+            )
+    if "kills" in parts:
+        rows.append(kills(num_lines))
+    if "real" in parts:
         rows += real(60 if is_quick else 300, turns, seconds)
     return rows
 
@@ -350,10 +357,10 @@ def measure(*, is_quick: bool, with_real: bool) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true", help="fewer lines, shorter turns")
-    parser.add_argument("--real", action="store_true", help="also over two real nodes with the bundled model")
+    parser.add_argument("--only", choices=PARTS, help="one of the parts")
     add_output_flags(parser)
     arguments = parser.parse_args()
-    rows = measure(is_quick=arguments.quick, with_real=arguments.real)
+    rows = measure([arguments.only] if arguments.only else PARTS, is_quick=arguments.quick)
     print_rows(rows)
     save(rows, arguments)
 

@@ -97,10 +97,10 @@ class Scheduler:
         queue is full.
         """
         self._accept(sequence)
-        if len(self._waiting) >= self._limits.max_waiting:
-            reason = (
-                f"{len(self._waiting)} requests are waiting, the queue takes {self._limits.max_waiting}; retry later"
-            )
+        most = self._limits.max_waiting
+        most = max(most // 2, 1) if sequence.is_batch else most
+        if len(self._waiting) >= most:
+            reason = f"{len(self._waiting)} requests are waiting, the queue takes {most}; retry later"
             raise Overloaded(reason, self._queue_moves_s())
         self._enter(sequence)
         cached = self._pool.match_length(sequence.hashes) * self._pool.page_tokens

@@ -95,7 +95,8 @@ class EngineQueue:
             raise errors.BadRequest(
                 f"the prompt has {len(request.token_ids)} tokens; these nodes take {most} at most", "prompt"
             )
-        if len(self._waiting) >= self._max_waiting:
+        most_waiting = max(self._max_waiting // 2, 1) if request.is_batch else self._max_waiting
+        if len(self._waiting) >= most_waiting:
             raise errors.Overloaded(f"{len(self._waiting)} requests wait here; retry later", RETRY_S)
         self._waiting[request.key] = UnstartedRequest(request, on_added)
 

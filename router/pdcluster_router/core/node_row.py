@@ -123,7 +123,7 @@ class NodeRow(NumberRecord):
     # tokens of a row while no prompt is computed. itl_s: lately, prompts included. prompt_step_s: a step with the rows
     # and a chunk of a prompt. missing_rows: rows that must end before one more fits, as a share of all. spare_pages:
     # for a new row. tight: 1 ÷ pages held by rows where pages are scarce, else 0. batch_s: batch prompts, if computed
-    # alone. own_rows: rows that are not batch.
+    # alone. batch_rows: of the rows, those of batch requests.
     num_prompts: float = 0.0
     num_requests: float = 0.0
     rows: float = 0.0
@@ -139,7 +139,7 @@ class NodeRow(NumberRecord):
     spare_pages: float = 0.0
     tight: float = 0.0
     batch_s: float = 0.0
-    own_rows: float = 0.0
+    batch_rows: float = 0.0
 
 
 NodeRow.dtype = dtype_of(NodeRow)
@@ -169,7 +169,7 @@ def derive(node: NodeRow) -> None:
     node.wait_s, node.backlog_s, node.added_s, node.tpot_s = backlog_s * node.stretch, backlog_s, added_s, tpot_s
     node.itl_s = node.reported_itl_s if rows > 0.0 and node.reported_itl_s > tpot_s else tpot_s
     node.batch_s = node.token_s * (node.reported_batch_tokens + node.sent_batch_tokens)
-    node.own_rows = rows - node.reported_batch_rows - node.sent_batch_rows
+    node.batch_rows = node.reported_batch_rows + node.sent_batch_rows
     node.prompt_step_s = (step_s if step_s > node.decode_fixed_s else node.decode_fixed_s) + added_s
 
 

@@ -66,7 +66,8 @@ def is_idle(node: NodeRow) -> bool:
 
 
 def takes_row(node: NodeRow) -> bool:
-    return node.has_load == 0.0 or node.sent_rows + node.slots_used < node.slots
+    """Whether the node has a row for a request that is not batch. Batch rows give way."""
+    return node.has_load == 0.0 or node.sent_rows + node.slots_used - node.batch_rows < node.slots
 
 
 def any_row(nodes: Nodes) -> bool:
@@ -98,19 +99,22 @@ def has_batch_room(
 ) -> bool:
     """Whether a batch request is in nobody's way: 1. no other prompt waits on `first`, and less than backlog_s of batch
     prompts; 2. one more row leaves those of `decode` within BATCH_SHARE of their headroom (itl_s; 0: by their own
-    pace); 3. its prompt is no step beside rows that are not batch which exceeds their limit.
+    pace), and `decode` has a row that nobody has; 3. its prompt is no step beside rows that are not batch which exceeds
+    their limit.
     """
     server, node = nodes[first], nodes[decode]
     if server.reported_tokens + server.sent_tokens > 0.0 or not server.batch_s < backlog_s:
         return False
     if node.rows == 0.0:
         return True
+    if node.has_load > 0.0 and node.sent_rows + node.slots_used >= node.slots:
+        return False
     row_s = node.each_row_s + node.context_s * (num_tokens + output / 2)
     lone_s = node.decode_fixed_s + row_s
     limit_s = itl_s if itl_s != 0.0 else COMFORT * lone_s
     if node.tpot_s + row_s > lone_s + BATCH_SHARE * (limit_s - lone_s):
         return False
-    return first != decode or node.own_rows <= 0.0 or node.prompt_step_s <= limit_s
+    return first != decode or node.rows <= node.batch_rows or node.prompt_step_s <= limit_s
 
 
 def least_excess_s(nodes: Nodes, backlog_s: float) -> float:

@@ -168,3 +168,14 @@ def test_the_load_counts_batch_prompts_apart_and_batch_rows_beside():
     assert (load.waiting_tokens, load.batch_tokens, load.rows, load.batch_rows) == (4, 2, 1, 1)
     node.run()
     assert node.is_clean()
+
+
+def test_batch_prompts_take_half_of_the_queue():
+    node = Node(max_waiting=4)
+    for name in ("b0", "b1"):
+        node.add(name, [1, 2], is_batch=True)
+    with pytest.raises(Overloaded, match="the queue takes 2"):
+        node.add("b2", [1, 2], is_batch=True)
+    node.add("chat", [1, 2])
+    node.run()
+    assert node.is_clean()

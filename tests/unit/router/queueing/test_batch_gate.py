@@ -198,6 +198,19 @@ def test_held_batch_work_asks_for_no_nodes_but_for_a_first_one():
     assert (report.held_s, report.num_held) == (2.0, 2)
 
 
+@pytest.mark.parametrize("name", ["m0", "d0"])
+def test_rows_of_batch_requests_keep_no_other_from_a_full_node(name: str):
+    """The node preempts them."""
+    world, gate = make_world(*dict.fromkeys(["m0" if name == "m0" else "p0", name])), make_gate()
+    full = replace(load(rows=4, slots=4), batch_rows=1, pages_parked=90)
+    world.set_load(name, full)
+    world.set_load("p0", replace(load(), pages_parked=90))
+    assert gate.try_admit(batch("b"), world.decide, 0.0) is None
+    assert gate.try_admit(chat("c0"), world.decide, 0.0) is not None
+    world.set_load(name, replace(full, batch_rows=0))
+    assert gate.try_admit(chat("c1"), world.decide, 0.0) is None
+
+
 async def test_waits_of_batch_requests_are_counted_apart():
     world, gate, metrics, now = make_world("m0"), make_gate(), HoldMetrics(CollectorRegistry()), 0.0
     waiting = WaitingRequests(gate, metrics, lambda: now)

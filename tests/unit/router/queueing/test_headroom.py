@@ -52,13 +52,15 @@ class PlainRoom:
             return False
         if not node.decode_rows:
             return True
+        if node.load is not None and node.rows >= node.load.slots:
+            return False
         cost = self.cost(node).decode
         row_s = cost.row_s + cost.context_s * (query.num_tokens + query.expected_output / 2)
         tpot_s, lone_s = cost.fixed_s + cost.added_s(node.decode_rows, node.context_tokens), cost.fixed_s + row_s
         limit_s = query.itl_s or COMFORT * lone_s
         if tpot_s + row_s > (1 - BATCH_SHARE) * lone_s + BATCH_SHARE * limit_s:
             return False
-        own_rows = node.decode_rows - node.pending.batch_rows - (node.load.batch_rows if node.load is not None else 0)
+        own_rows = node.decode_rows - batch_rows(node)
         step_s = decision.view.row(decision.rows[1]).prompt_step_s
         return decision.prefill is not None or own_rows <= 0 or step_s <= limit_s
 
@@ -91,8 +93,12 @@ class PlainRoom:
         return waited_s + (decision.record.ttft_s or 0.0) >= PATIENCE / 2 * alone_s
 
 
+def batch_rows(node: NodeView) -> int:
+    return node.pending.batch_rows + (node.load.batch_rows if node.load is not None else 0)
+
+
 def takes_row(node: NodeView) -> bool:
-    return node.load is None or node.rows < node.load.slots
+    return node.load is None or node.rows - batch_rows(node) < node.load.slots
 
 
 @pytest.mark.usefixtures("way")
