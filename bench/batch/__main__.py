@@ -228,14 +228,14 @@ async def stream(address: str, body: dict[str, object], seen: Streams) -> None:
         writer.close()
 
 
-def interactive(served: Served, shape: Shape, rate: float, seconds: float, seed: str) -> Streams:
-    """Poisson arrivals."""
-    seen, rng = Streams(), random.Random(seed)
+def interactive(served: Served, shape: Shape, rate: float, seconds: float, seed: str, prompts: str) -> Streams:
+    """Poisson arrivals, the same for the same seed."""
+    seen, gaps, rng = Streams(), random.Random(seed), random.Random(f"{seed} {prompts}")
 
     async def offer() -> None:
         due, began = 0.0, time.perf_counter()
         async with asyncio.TaskGroup() as streams:
-            while (due := due + rng.expovariate(rate)) < seconds:
+            while (due := due + gaps.expovariate(rate)) < seconds:
                 body = body_of(shape, served.model, rng)
                 await asyncio.sleep(max(began + due - time.perf_counter(), 0.0))
                 streams.create_task(stream(served.addresses[0], body, seen))
@@ -250,12 +250,12 @@ def beside(
     """Turns with a batch and without. num_lines: more than a turn can answer."""
     runs: dict[bool, list[Streams]] = {False: [], True: []}
     batch_rates = []
-    interactive(served, shape, rate, seconds / 4, f"{case} warm")
+    interactive(served, shape, rate, seconds / 4, case, "warm")
     for turn in range(turns):
         for has_batch in (False, True) if turn % 2 else (True, False):
             seed = f"{case} {turn}"
             if not has_batch:
-                runs[False].append(interactive(served, shape, rate, seconds, f"{seed} without"))
+                runs[False].append(interactive(served, shape, rate, seconds, seed, "without"))
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 lines, out = Path(folder) / "in.jsonl", Path(folder) / "out.jsonl"
@@ -264,7 +264,7 @@ def beside(
                 while not out.exists() or not out.stat().st_size:
                     time.sleep(0.01)
                 before = out.read_bytes().count(b"\n")
-                runs[True].append(interactive(served, shape, rate, seconds, f"{seed} with"))
+                runs[True].append(interactive(served, shape, rate, seconds, seed, "with"))
                 batch_rates.append((out.read_bytes().count(b"\n") - before) / seconds)
                 run.send_signal(signal.SIGKILL)
                 run.wait()
