@@ -19,7 +19,8 @@ Rules that the code cites:
  6. Batch sequences give way. Other decodes, chunks and admissions come first. In a step with a chunk of another prompt
     no batch prompt is computed, and none is admitted while another sequence waits. Batch rows are the first to be
     preempted, newest first: for pages of rows, for admissions, and before the next step for slots that were refused.
-    A preempted one waits in front of batch sequences only.
+    A preempted one waits in front of batch sequences only. Beside other decodes, at most `most_batch_rows` of them
+    decode, the oldest; the others keep their pages and wait.
  7. Looking ahead takes nothing from anybody: where a row finds no page, a request could be admitted or a prompt's chunk
     is due, the next step waits for the results of the one in flight. What is known ahead is heeded (a row's longest
     length), what is not (a stop) costs one row for one step.
@@ -82,6 +83,8 @@ class Scheduler:
         # Pages of slots that were refused since the last step while batch rows ran; and until when those yield.
         self._refused: list[int] = []
         self._yield_until = -math.inf
+        # The most batch rows beside so many others, which attend to so many tokens; None: no bound.
+        self.most_batch_rows: Callable[[int, int], int] | None = None
         self._flights = StepsInFlight(pages)
         self._forecast = Forecast(limits.token_budget, limits.retry_after_s)
         # False: remote prefills stay in the queue, because too much finished KV is parked. Others pass them.
@@ -227,7 +230,7 @@ class Scheduler:
             self._admit(step, is_batch=False)
         step.left += num_batch
         has_prompt = step.has_chunk
-        self._take_decodes(step, is_batch=True)
+        self._take_decodes(step, is_batch=True, most=self._most_batch_decodes())
         if not has_prompt:
             step.left = max(step.left, 1)
             self._take_chunks(step, is_batch=True)
@@ -263,9 +266,13 @@ class Scheduler:
         if self._refused or self._could_admit():
             return None
         step = Draft(self._limits.token_budget)
+        most, num_batch = self._most_batch_decodes(), 0
         for sequence in sorted(self._running, key=_is_batch):
             if sequence.remote or sequence.num_pending > 1:
                 return None
+            num_batch += sequence.is_batch
+            if most is not None and num_batch > most:
+                break
             if sequence.num_in_flight and sequence.num_tokens + 1 >= sequence.max_total:
                 continue  # it ends with the token that is on its way
             if not self._credit.grow(sequence, sequence.num_tokens + sequence.num_in_flight):
@@ -297,10 +304,18 @@ class Scheduler:
             if sequence.state is Residence.RUNNING:
                 self._preempt(sequence)
 
-    def _take_decodes(self, step: Draft, *, is_batch: bool) -> None:
-        for sequence in [row for row in self._running if row.is_batch is is_batch]:
-            if sequence.num_pending == 1 and sequence.state is Residence.RUNNING and self._has_room(sequence):
+    def _take_decodes(self, step: Draft, *, is_batch: bool, most: int | None = None) -> None:
+        rows = [row for row in self._running if row.is_batch is is_batch and row.num_pending == 1]
+        for sequence in rows[:most]:
+            if sequence.state is Residence.RUNNING and self._has_room(sequence):
                 step.take(sequence, 1)
+
+    def _most_batch_decodes(self) -> int | None:
+        """None: as many as there are."""
+        others = [row for row in self._running if not row.is_batch and not row.remote and row.num_pending == 1]
+        if self.most_batch_rows is None or not others or self._batch_row() is None:
+            return None
+        return self.most_batch_rows(len(others), sum(row.num_tokens for row in others))
 
     def _take_chunks(self, step: Draft, *, is_batch: bool) -> None:
         for sequence in self._running:

@@ -126,6 +126,7 @@ def assemble(
         clock,
         LegRecorder(wiring.me.node, wiring.spans),
     )
+    shared.scheduler.most_batch_rows = stopwatch.most_batch_rows
     return NodeComponents(
         links=links,
         max_rows=limits.max_rows,

@@ -17,6 +17,8 @@ from pdcluster.cost.fit import WARM, CostFit, Step, step_of
 # An engine is stuck when nothing changed for LEAST_S, and for TIMES × what the next sign of progress should take.
 LEAST_S = 2.0
 TIMES = 5.0
+# The part by which batch rows may lengthen a step with other rows.
+BATCH_SLOWS = 0.05
 # Bound of what nothing is known of: a compilation, and the first steps of their kind.
 COLD_S = 60.0
 
@@ -67,6 +69,16 @@ class StepTimer:
             seconds += cost.decode.seconds(step.rows, step.context_tokens)
             seconds += cost.decode.error_s(step.rows, step.context_tokens)
         return seconds
+
+    def most_batch_rows(self, rows: int, context_tokens: int) -> int:
+        """Batch rows, alike, that lengthen a step of so many other rows by BATCH_SLOWS at most. As many as there are
+        others while little is known.
+        """
+        cost = self._fit.cost().decode
+        each_s = cost.added_s(rows, context_tokens) / rows
+        if cost.samples < WARM or each_s <= 0.0:
+            return rows
+        return int(min(BATCH_SLOWS * cost.seconds(rows, context_tokens) / each_s, 1e6))
 
     def report(self) -> CostReport | None:
         """None before the first step."""

@@ -17,8 +17,8 @@ COMFORT = 2.0
 # the node, and for what was predicted wrongly.
 PATIENCE, HALF = 5.0, 0.5
 
-# Batch rows fill a decode node up to this part of the way from a lone row's time per token to the limit. The rest is
-# for rows that clients wait for.
+# Beside other rows, batch rows fill a decode node up to this part of the way from a lone row's time per token to the
+# limit. The rest is for rows that clients wait for.
 BATCH_SHARE = 0.5
 
 # Prompts are computed ahead of full decode nodes until finished KV fills one part in so many of a prefill node's pool.
@@ -84,37 +84,40 @@ def keeps_rows_fast(
 ) -> bool:
     """Whether one more row on `decode` leaves its rows within their limit (itl_s; 0: by their own pace).
 
-    Also where its first token, due after late_s, has no time to wait.
+    Also where its first token, due after late_s, has no time to wait. Batch rows do not count: they give way.
     """
     node = nodes[decode]
-    if node.rows == 0.0:
+    if node.rows <= node.batch_rows:
         return True
+    tpot_s = node.decode_fixed_s + node.added_s * (1.0 - node.batch_rows / node.rows)
     row_s = node.each_row_s + node.context_s * (num_tokens + output / 2)
     limit_s = itl_s if itl_s != 0.0 else COMFORT * (node.decode_fixed_s + row_s)
-    return node.tpot_s + row_s <= limit_s or late_s >= HALF * PATIENCE * alone_s(nodes[first], num_tokens, 0.0)
+    return tpot_s + row_s <= limit_s or late_s >= HALF * PATIENCE * alone_s(nodes[first], num_tokens, 0.0)
 
 
 def has_batch_room(
     nodes: Nodes, first: int, decode: int, num_tokens: float, output: float, itl_s: float, backlog_s: float
 ) -> bool:
-    """Whether a batch request is in nobody's way: 1. no other prompt waits on `first`, and less than backlog_s of batch
-    prompts; 2. one more row leaves those of `decode` within BATCH_SHARE of their headroom (itl_s; 0: by their own
-    pace), and `decode` has a row that nobody has; 3. its prompt is no step beside rows that are not batch which exceeds
-    their limit.
+    """Whether a batch request is in nobody's way.
+
+    1. No other prompt waits on `first`, and less than backlog_s of batch prompts.
+    2. `decode` has a row that nobody has. Beside rows that are not batch, one more leaves all within BATCH_SHARE of
+       their headroom (itl_s; 0: by their own pace).
+    3. Its prompt is no step beside such rows that exceeds their limit.
     """
     server, node = nodes[first], nodes[decode]
     if server.reported_tokens + server.sent_tokens > 0.0 or not server.batch_s < backlog_s:
         return False
-    if node.rows == 0.0:
-        return True
-    if node.has_load > 0.0 and node.sent_rows + node.slots_used >= node.slots:
+    if node.has_load > 0.0 and node.rows > 0.0 and node.sent_rows + node.slots_used >= node.slots:
         return False
+    if node.rows <= node.batch_rows:
+        return True
     row_s = node.each_row_s + node.context_s * (num_tokens + output / 2)
     lone_s = node.decode_fixed_s + row_s
     limit_s = itl_s if itl_s != 0.0 else COMFORT * lone_s
     if node.tpot_s + row_s > lone_s + BATCH_SHARE * (limit_s - lone_s):
         return False
-    return first != decode or node.rows <= node.batch_rows or node.prompt_step_s <= limit_s
+    return first != decode or node.prompt_step_s <= limit_s
 
 
 def least_excess_s(nodes: Nodes, backlog_s: float) -> float:

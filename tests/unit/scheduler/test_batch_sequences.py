@@ -179,3 +179,24 @@ def test_batch_prompts_take_half_of_the_queue():
     node.add("chat", [1, 2])
     node.run()
     assert node.is_clean()
+
+
+def test_beside_other_rows_only_some_batch_rows_decode_and_the_others_keep_their_pages():
+    node = Node()
+    for name in ("b0", "b1", "b2"):
+        node.add(name, [1 + int(name[1]), 2], is_batch=True, max_tokens=9)
+    node.step()
+    node.scheduler.most_batch_rows = lambda rows, context: rows if context else 99
+    assert names(node.plan()) == ["b0", "b1", "b2"], "alone there is no bound"
+    node.scheduler.drop_step()
+    node.add("chat", [4, 5, 6], max_tokens=3)
+    node.step()
+    plan = node.plan()
+    assert names(plan) == ["chat", "b0"]
+    ahead = node.scheduler.look_ahead()
+    assert ahead is not None and names(ahead) == ["chat", "b0"]
+    node.finish_step(plan)
+    node.finish_step(ahead)
+    assert node.scheduler.num_preemptions == 0 and "chat" in node.ended
+    node.run()
+    assert all(node.tokens[f"b{n}"] == node.expected([1 + n, 2], max_tokens=9) for n in range(3)) and node.is_clean()

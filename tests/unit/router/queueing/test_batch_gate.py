@@ -226,3 +226,13 @@ async def test_waits_of_batch_requests_are_counted_apart():
     assert (metrics.held._value.get(), metrics.held_batch._value.get()) == (0, 0)
     (family,) = metrics.wait_seconds.collect()
     assert [sample.value for sample in family.samples if sample.name.endswith("_count")] == [1.0]
+
+
+def test_a_node_with_batch_rows_only_takes_more_up_to_its_slots_and_others_at_once():
+    world, gate = make_world("p0", "d0"), make_gate()
+    world.set_load("d0", replace(load(rows=40), batch_rows=40))
+    assert gate.try_admit(batch("b0"), world.decide, 0.0) is not None
+    assert gate.try_admit(chat("c0"), world.decide, 0.0) is not None, "they give way to it"
+    world.set_load("d0", replace(load(rows=40), batch_rows=39))
+    assert gate.try_admit(batch("b1"), world.decide, 0.0) is None
+    assert gate.try_admit(chat("c1"), world.decide, 0.0) is not None

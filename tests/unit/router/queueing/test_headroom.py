@@ -50,19 +50,18 @@ class PlainRoom:
         batch_tokens = server.pending.batch_tokens + (load.batch_tokens if load is not None else 0)
         if server.prefill_tokens or self.cost(server).prefill.token_s * batch_tokens >= HEADROOM.backlog_s:
             return False
-        if not node.decode_rows:
-            return True
-        if node.load is not None and node.rows >= node.load.slots:
+        if node.decode_rows and node.load is not None and node.rows >= node.load.slots:
             return False
+        if node.decode_rows <= batch_rows(node):
+            return True
         cost = self.cost(node).decode
         row_s = cost.row_s + cost.context_s * (query.num_tokens + query.expected_output / 2)
         tpot_s, lone_s = cost.fixed_s + cost.added_s(node.decode_rows, node.context_tokens), cost.fixed_s + row_s
         limit_s = query.itl_s or COMFORT * lone_s
-        if tpot_s + row_s > (1 - BATCH_SHARE) * lone_s + BATCH_SHARE * limit_s:
+        if tpot_s + row_s > lone_s + BATCH_SHARE * (limit_s - lone_s):
             return False
-        own_rows = node.decode_rows - batch_rows(node)
         step_s = decision.view.row(decision.rows[1]).prompt_step_s
-        return decision.prefill is not None or own_rows <= 0 or step_s <= limit_s
+        return decision.prefill is not None or step_s <= limit_s
 
     def is_open(self, node: NodeView, leg: int) -> bool:
         load = node.load
@@ -86,8 +85,10 @@ class PlainRoom:
         node, query = decision.decode, decision.query
         cost = self.cost(node).decode
         row_s = cost.row_s + cost.context_s * (query.num_tokens + query.expected_output / 2)
-        tpot_s = cost.fixed_s + cost.added_s(node.decode_rows, node.context_tokens)
-        if not node.decode_rows or tpot_s + row_s <= (query.itl_s or COMFORT * (cost.fixed_s + row_s)):
+        num_own = node.decode_rows - batch_rows(node)
+        share = num_own / node.decode_rows if node.decode_rows else 0.0
+        tpot_s = cost.fixed_s + cost.added_s(node.decode_rows, node.context_tokens) * share
+        if num_own <= 0 or tpot_s + row_s <= (query.itl_s or COMFORT * (cost.fixed_s + row_s)):
             return True
         alone_s = self.cost(decision.first).prefill.seconds(query.num_tokens)
         return waited_s + (decision.record.ttft_s or 0.0) >= PATIENCE / 2 * alone_s
