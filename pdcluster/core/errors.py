@@ -73,7 +73,11 @@ class ContextTooLong(BadRequest):
 
     code = "context_length_exceeded"
 
-    def __init__(self, max_len: int, however: str, param: str | None = None) -> None:
+    def __init__(self, max_len: int, however: str, param: str | None = None, num_prompt: int | None = None) -> None:
+        """num_prompt: tokens of a prompt that is too long by itself, or so many that it has more; None where its
+        output is.
+        """
+        self.max_len, self.num_prompt = max_len, num_prompt
         limit = f"This model's maximum context length is {max_len} tokens, at least one of them for the output."
         super().__init__(f"{limit} However, {however} ({self.code})", param)
 

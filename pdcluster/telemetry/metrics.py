@@ -6,6 +6,7 @@ A group is built on a registry by its owner. Nothing is registered at import tim
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -75,6 +76,8 @@ class RouterMetrics:
             "client_disconnects", "Requests whose client left or stalled before the end."
         ).labels()
 
+        self._ignored = counter("ignored_fields", "Unknown fields of Messages that were ignored, by name.", "field")
+        self._ignored_names = BoundedLabels()
         self.connections_refused = counter(
             "http_connections_refused", "Connections answered with 503, as the limit of open files allows no more."
         ).labels()
@@ -113,6 +116,10 @@ class RouterMetrics:
         self.prompt_length.observe_all((num_prompt,))
         self.cached_tokens.value += num_cached
         self.queue_seconds.observe_all((queue_s,))
+
+    def ignored_fields(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._ignored.labels(self._ignored_names.of(name)).value += 1
 
     def _another_kind(self) -> list[Noted]:
         """There are few, but as many as nodes have names for media."""
@@ -165,26 +172,26 @@ class RouterMetrics:
                 self.transfer_bytes.labels(medium).value += sum(moved)
 
 
-MAX_TENANT_LABELS = 100
+MAX_LABELS = 100
 
 
-class TenantLabels:
-    """Names of tenants as labels. They come from a router's configuration; beyond MAX_TENANT_LABELS it is "other"."""
+class BoundedLabels:
+    """Names of tenants or fields as labels. Beyond MAX_LABELS it is "other"."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
 
-    def of(self, tenant: str) -> str:
-        if len(self._known) < MAX_TENANT_LABELS:
-            self._known.add(tenant)
-        return tenant if tenant in self._known else "other"
+    def of(self, name: str) -> str:
+        if len(self._known) < MAX_LABELS:
+            self._known.add(name)
+        return name if name in self._known else "other"
 
 
 class TenantMetrics:
     """What tenants used."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._labels = TenantLabels()
+        self._labels = BoundedLabels()
         self._requests = Tally(
             "pdcluster_tenant_requests",
             "Requests that got a token or a vector, by tenant; of embeddings each input.",
@@ -230,7 +237,7 @@ class HoldMetrics:
             ("reason", "tenant"),
             registry=registry,
         )
-        self._tenants = TenantLabels()
+        self._tenants = BoundedLabels()
 
     def refused(self, reason: str, tenant: str) -> None:
         self.rejected.labels(reason, self._tenants.of(tenant)).inc()

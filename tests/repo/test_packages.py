@@ -24,6 +24,7 @@ LEVELS: dict[str, int] = {
     "pdcluster.api.text": 7,
     "pdcluster.api.openai": 8,
     "pdcluster.api.openai.responses": 9,
+    "pdcluster.api.anthropic": 9,
     # KV between nodes
     "pdcluster.transfer.layout": 2,
     "pdcluster.transfer.copying": 3,

@@ -66,14 +66,15 @@ def check_prompt(num_tokens: int, limits: ModelLimits, param: str, least_output:
     if num_tokens == 0:
         raise BadRequest(f"{param} has no tokens; send a prompt with at least one", param)
     if num_tokens + least_output > limits.max_len:
-        raise ContextTooLong(limits.max_len, f"{param} has {num_tokens} tokens; {SHORTEN}", param)
+        raise ContextTooLong(limits.max_len, f"{param} has {num_tokens} tokens; {SHORTEN}", param, num_tokens)
 
 
 def check_bytes(text: str, bound: TextBound, limits: ModelLimits, param: str) -> None:
     """Bound the bytes of a text before it is tokenized."""
     size = bound.excess_bytes(text, limits.max_len)
     if size:
-        raise ContextTooLong(limits.max_len, f"{param} has {size} bytes of text, which makes more; {SHORTEN}", param)
+        however = f"{param} has {size} bytes of text, which makes more; {SHORTEN}"
+        raise ContextTooLong(limits.max_len, however, param, limits.max_len)
 
 
 def check_text(text: str, bound: TextBound, limits: ModelLimits, param: str) -> None:
@@ -81,7 +82,7 @@ def check_text(text: str, bound: TextBound, limits: ModelLimits, param: str) -> 
     check_bytes(text, bound, limits, param)
     if bound.is_clearly_over(text, limits.max_len):
         however = f"{param} has {len(text)} characters of text, which make more; {SHORTEN}"
-        raise ContextTooLong(limits.max_len, however, param)
+        raise ContextTooLong(limits.max_len, however, param, limits.max_len)
 
 
 def check_output(num_tokens: int, limits: ModelLimits, param: str) -> None:

@@ -35,6 +35,7 @@ from pdcluster.core.errors import BadRequest
 from pdcluster.core.sampling import LEAST_REPETITION, MAX_BAD_WORDS, MAX_LOGPROBS, MOST_REPETITION
 from pdcluster.core.weights import Label
 
+SYSTEM_ROLES = ("system", "developer")
 MAX_STOPS = 16
 # Of one stop string. Text that begins one is held back and compared with every token.
 MAX_STOP_CHARACTERS = 1024
@@ -420,6 +421,30 @@ def messages_of(messages: list[ChatMessage]) -> list[dict[str, object]]:
     return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
+def with_system_first(request: ChatRequest) -> ChatRequest | None:
+    """The request with system messages behind the first as words of the user, joined to those beside them; None where
+    there are none.
+    """
+    messages = request.messages
+    if not any(message.role in SYSTEM_ROLES for message in messages[1:]):
+        return None
+    moved = messages[:1]
+    for message in messages[1:]:
+        if message.role in SYSTEM_ROLES:
+            message = msgspec.structs.replace(message, role="user")
+        last = moved[-1]
+        if message.role == last.role == "user":
+            message = msgspec.structs.replace(last, content=[*_parts_of(last), *_parts_of(message)])
+            moved.pop()
+        moved.append(message)
+    return msgspec.structs.replace(request, messages=moved)
+
+
+def _parts_of(message: ChatMessage) -> list[ContentPart]:
+    content = message.content
+    return content if isinstance(content, list) else [ContentPart("text", content or "")]
+
+
 # ---------------------------------------------------------------- checks
 
 
@@ -439,21 +464,22 @@ def _check_length(max_tokens: int | None, param: str, *, scores_prompt: bool) ->
         raise BadRequest(f"{param} must be at least 1, got 0; {way_out}", param)
 
 
-def _check_stops(stops: Sequence[str]) -> None:
+def check_stops(stops: Sequence[str], param: str = "stop") -> None:
     if len(stops) > MAX_STOPS:
-        raise BadRequest(f"stop has {len(stops)} strings; at most {MAX_STOPS} are allowed", "stop")
+        raise BadRequest(f"{param} has {len(stops)} strings; at most {MAX_STOPS} are allowed", param)
     if not all(stops):
-        raise BadRequest("stop has an empty string, which would match everywhere; leave it out", "stop")
+        raise BadRequest(f"{param} has an empty string, which would match everywhere; leave it out", param)
     if (longest := max(map(len, stops), default=0)) > MAX_STOP_CHARACTERS:
         raise BadRequest(
-            f"stop has a string of {longest} characters; at most {MAX_STOP_CHARACTERS} are allowed, send how it begins",
-            "stop",
+            f"{param} has a string of {longest} characters; at most {MAX_STOP_CHARACTERS} are allowed, send how it "
+            "begins",
+            param,
         )
 
 
 def _check_common(request: Common) -> None:
     if request.stop is not None:
-        _check_stops(stops_of(request))
+        check_stops(stops_of(request))
     if request.prompt_logprobs is not None and request.stream:
         raise BadRequest(
             "prompt_logprobs is set and stream is true; they come with whole replies only, set stream to false",
@@ -480,8 +506,13 @@ def template_kwargs_of(request: ChatRequest) -> dict[str, Any] | None:
         return request.chat_template_kwargs
     hints: dict[str, Any] = {} if verbosity is None else {"verbosity": verbosity}
     if effort is not None:
-        hints |= {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+        hints |= thinking_switch(False) if effort == "none" else {"reasoning_effort": effort}
     return hints | (request.chat_template_kwargs or {})
+
+
+def thinking_switch(is_on: bool) -> dict[str, Any]:
+    """The arguments that switch thinking in chat templates, under the names that families of models use."""
+    return {"enable_thinking": is_on, "thinking": is_on}
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> None:

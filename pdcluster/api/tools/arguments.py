@@ -69,3 +69,32 @@ def _with_escapes(string: re.Match[str]) -> str:
 
 def _too_deep(path: str) -> BadRequest:
     return BadRequest(f"{path}.function.arguments is JSON nested too deeply; send a flatter object", path)
+
+
+class ControlEscapes:
+    """Escapes control characters in the strings of JSON that comes in pieces. Models write line breaks there, and JSON
+    has none.
+    """
+
+    __slots__ = ("_escaped", "_in_string")
+
+    def __init__(self) -> None:
+        self._in_string = self._escaped = False
+
+    def feed(self, text: str) -> str:
+        made = []
+        for character in text:
+            if self._in_string and character < " ":
+                made.append(json.dumps(character)[1:-1])
+                self._escaped = False
+                continue
+            made.append(character)
+            if not self._in_string:
+                self._in_string = character == '"'
+            elif self._escaped:
+                self._escaped = False
+            elif character == "\\":
+                self._escaped = True
+            elif character == '"':
+                self._in_string = False
+        return "".join(made)

@@ -14,8 +14,8 @@ from msgspec import Struct
 from pdcluster.api.validate import shown
 from pdcluster.core.errors import BadRequest
 
-MAX_TOOLS = 128
-NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+MAX_TOOLS = 512
+NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 
 
 class Function(Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -29,11 +29,12 @@ class Function(Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class ToolDefinition(Struct, forbid_unknown_fields=True):
-    """cache_control: as in Function."""
+    """cache_control: as in Function. defer_loading: it may be called, but the prompt does not show it."""
 
     function: Function
     type: Literal["function"] = "function"
     cache_control: object = None
+    defer_loading: bool | None = None
 
 
 class NamedFunction(Struct, forbid_unknown_fields=True):
@@ -62,7 +63,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedChoice
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """must: a call is required. `tools` may be called; the prompt shows all `shown`.
+    """must: a call is required. `tools` may be called; the prompt shows all `shown` but those of defer_loading.
     parallel: several calls are allowed.
     """
 
@@ -86,7 +87,9 @@ class Offer(msgspec.Struct, frozen=True):
 
     def for_template(self) -> list[dict[str, Any]]:
         """As chat templates expect them."""
-        return [{"type": "function", "function": _plain(tool.function)} for tool in self.shown]
+        return [
+            {"type": "function", "function": _plain(tool.function)} for tool in self.shown if not tool.defer_loading
+        ]
 
 
 def offer_of(tools: Sequence[ToolDefinition] | None, choice: ToolChoice | None, parallel: bool | None) -> Offer | None:
@@ -138,7 +141,7 @@ def _check(tools: Sequence[ToolDefinition]) -> None:
         name, at = tool.function.name, f"tools[{index}].function"
         if not NAME.fullmatch(name):
             raise BadRequest(
-                f"{at}.name is {shown(name)}; a name has 1 to 64 letters, digits, underscores, dots and dashes",
+                f"{at}.name is {shown(name)}; a name has 1 to 128 letters, digits, underscores, dots and dashes",
                 f"{at}.name",
             )
         if name in names:

@@ -16,9 +16,12 @@ from typing import TypeVar
 from urllib.parse import unquote
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, structs
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from pdcluster.api.anthropic.events import MessagesFormat
+from pdcluster.api.anthropic.replies import MessagesErrors, TokenCount, list_of, model_of
+from pdcluster.api.anthropic.requests import decode_count, decode_messages
 from pdcluster.api.openai import limits, requests
 from pdcluster.api.openai.embeddings import decode_embeddings
 from pdcluster.api.openai.replies import DetokenizeReply, ModelCard, ModelList, TokenizeReply
@@ -27,7 +30,7 @@ from pdcluster.api.openai.responses.requests import client_error, decode_respons
 from pdcluster.api.text.chat_template import TakesLong
 from pdcluster.api.text.template_bounds import BRIEF, PATIENT, Bounds
 from pdcluster.api.validate import closest
-from pdcluster.core.errors import DeadlineExceeded, PdclusterError, Unavailable, UnknownName, Unservable
+from pdcluster.core.errors import DeadlineExceeded, PdclusterError, Unauthorized, Unavailable, UnknownName, Unservable
 from pdcluster.core.version import VERSION
 from pdcluster.processes.tasks import watched
 from pdcluster.telemetry.health import Verdict, alive
@@ -48,6 +51,7 @@ from pdcluster_router.frontend.prepare import (
     Prepared,
     Terms,
     constrained,
+    count_chat,
     deadline_of,
     find_model,
     is_batch_of,
@@ -89,20 +93,30 @@ MANY_TOKENS = 4096
 MODELS_PREFIX = "/v1/models/"
 AUTHORIZATION = b"authorization"
 TRACEPARENT = b"traceparent"
+X_API_KEY = b"x-api-key"
+# Sent by clients of Anthropic's API.
+ANTHROPIC_VERSION = b"anthropic-version"
+MESSAGES_ERRORS = MessagesErrors()
+MESSAGES = ChatApi(MessagesFormat, "msg_", cuts_length=True, moves_system=True)
+MESSAGES_SHORT = structs.replace(MESSAGES, make_format=partial(MessagesFormat, omits_thinking=True))
 # As OpenTelemetry names them.
 OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
+    "/v1/messages": "chat",
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }
+COUNT_TOKENS = "/v1/messages/count_tokens"
 # Asked by machines again and again: they are answered, and not counted among requests.
 PROBES = frozenset(("/health", "/ready", "/livez", "/readyz", "/metrics"))
-SERVED = ("/v1/chat/completions", "/v1/responses", "/v1/completions", "/v1/embeddings", "/v1/models")
+SERVED = (
+    "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions", "/v1/embeddings", "/v1/models",
+)  # fmt: skip
 BATCH_PATHS = ("/v1/files", "/v1/batches", "/v1/messages/batches")
 # First parts of paths that clients of OpenAI-like servers may ask for.
 NOT_SERVED = (
-    "/v1/responses/", "/v1/conversations", "/v1/messages", "/v1/rerank", "/v1/score", "/v1/images",
+    "/v1/responses/", "/v1/conversations", "/v1/messages/", "/v1/rerank", "/v1/score", "/v1/images",
     "/v1/audio", "/v1/videos", "/v1/uploads", "/v1/moderations", "/v1/assistants",
     "/v1/threads", "/v1/vector_stores", "/v1/fine_tuning", "/v1/evals", "/v1/containers", "/v1/realtime",
 )  # fmt: skip
@@ -193,6 +207,8 @@ class App:
             "/v1/chat/completions": self._chat,
             "/v1/responses": self._responses,
             "/v1/completions": self._completion,
+            "/v1/messages": self._messages,
+            COUNT_TOKENS: self._count_tokens,
             "/v1/embeddings": self._embeddings,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
@@ -207,6 +223,9 @@ class App:
         try:
             if self._cors.is_on:
                 exchange.extra = self._cors.lines(exchange.headers.get(ORIGIN))
+            if ANTHROPIC_VERSION in exchange.headers or exchange.path.startswith("/v1/messages"):
+                exchange.errors = MESSAGES_ERRORS
+                exchange.extra += b"request-id: %b\r\n" % exchange.trace
             if self.settings.hosts is not None:
                 self.settings.hosts.check(exchange.header(HOST))
             is_work = exchange.path in self._post
@@ -216,9 +235,7 @@ class App:
                 return
             if is_work:
                 headers = exchange.headers
-                tenant = exchange.tenant = self._places.identify(
-                    exchange.header(AUTHORIZATION) if AUTHORIZATION in headers else None
-                )
+                tenant = exchange.tenant = self._places.identify(self._authorization(exchange))
                 if self.tracing is not None:
                     exchange.request_trace = self._trace(self.tracing, exchange, tenant)
                 if headers.get(b"content-type") != b"application/json" or b"content-encoding" in headers:
@@ -227,6 +244,17 @@ class App:
                     self._check_declared_length(exchange)
         except Exception as error:  # the top of a request
             fail(exchange, error, self.metrics)
+
+    def _authorization(self, exchange: Exchange) -> str | None:
+        """What says whose request it is: authorization, or x-api-key alone, or both where they say the same."""
+        headers = exchange.headers
+        given = exchange.header(AUTHORIZATION) if AUTHORIZATION in headers else None
+        if X_API_KEY not in headers:
+            return given
+        key = f"Bearer {exchange.header(X_API_KEY)}"
+        if given not in (None, key) and self._places.is_shared:
+            raise Unauthorized("x-api-key and authorization name two keys; send one of them")
+        return key if given is None else given
 
     def _trace(self, tracing: Tracing, exchange: Exchange, tenant: Tenant) -> RequestTrace | None:
         path = exchange.path
@@ -334,7 +362,7 @@ class App:
                 "reads OpenAI's batch files"
             )
         if path.startswith(NOT_SERVED):
-            raise UnknownName(f"{path[:200]} is not served here; of OpenAI's API there are {', '.join(SERVED)}")
+            raise UnknownName(f"{path[:200]} is not served here; of such there are {', '.join(SERVED)}")
         raise UnknownName(f"there is no {path[:200]}{closest(path, self._paths())}")
 
     def _options(self, exchange: Exchange) -> None:
@@ -376,6 +404,20 @@ class App:
         self._converse(
             exchange, asked.chat, ChatApi(partial(ResponsesFormat, asked.terms), RESPONSE_PREFIX, cuts_length=True)
         )
+
+    def _messages(self, exchange: Exchange) -> None:
+        asked = decode_messages(exchange.take_body())
+        self.metrics.ignored_fields(asked.ignored)
+        self._converse(exchange, asked.chat, MESSAGES_SHORT if asked.omits_thinking else MESSAGES)
+
+    def _count_tokens(self, exchange: Exchange) -> None:
+        asked, tenant = decode_count(exchange.take_body()), exchange.tenant or ANYBODY
+        self.metrics.ignored_fields(asked.ignored)
+        self._reply_tokens(exchange, is_long(asked.chat), partial(self._counted, asked.chat, tenant))
+
+    def _counted(self, chat: requests.ChatRequest, tenant: Tenant, bounds: Bounds) -> bytes:
+        model = find_model(self._dispatcher, chat.model, embeds=False)
+        return msgspec.json.encode(TokenCount(count_chat(chat, model, tenant, bounds, MESSAGES)))
 
     def _completion(self, exchange: Exchange) -> None:
         request = requests.read_completion(exchange.take_body())
@@ -473,13 +515,16 @@ class App:
     def _tokenize(self, exchange: Exchange) -> None:
         request = requests.decode_tokenize(exchange.take_body())
         tenant = exchange.tenant or ANYBODY
-        if not is_long(request):
+        self._reply_tokens(exchange, is_long(request), partial(self._tokens, request, tenant))
+
+    def _reply_tokens(self, exchange: Exchange, takes_long: bool, work: Callable[[Bounds], bytes]) -> None:
+        if not takes_long:
             try:
-                exchange.reply(200, self._tokens(request, tenant, BRIEF))
+                exchange.reply(200, work(BRIEF))
                 return
             except TakesLong as error:
                 log.debug("request %s: %s", exchange.id, error)
-        self._reply_later(exchange, partial(self._tokens, request, tenant, PATIENT))
+        self._reply_later(exchange, partial(work, PATIENT))
 
     def _reply_later(self, exchange: Exchange, work: Callable[[], bytes]) -> None:
         name = "" if exchange.tenant is None else exchange.tenant.name
@@ -495,7 +540,7 @@ class App:
 
     def _tokenizer_info(self, exchange: Exchange) -> None:
         """As in vLLM, for lm-eval's remote tokenizer."""
-        self._places.identify(exchange.header(AUTHORIZATION))
+        self._places.identify(self._authorization(exchange))
         exchange.reply(200, msgspec.json.encode(find_model(self._dispatcher, None).text.info))
 
     def _detokenize(self, exchange: Exchange) -> None:
@@ -542,14 +587,22 @@ class App:
         return generate_latest(self.metrics.registry)
 
     def _models(self, exchange: Exchange) -> None:
-        self._places.identify(exchange.header(AUTHORIZATION))
-        reply = ModelList([_card(model, name) for model, name in named_versions(self._dispatcher)])
+        self._places.identify(self._authorization(exchange))
+        named = named_versions(self._dispatcher)
+        if ANTHROPIC_VERSION in exchange.headers:
+            listed = list_of([model_of(name, model.created, model.max_len) for model, name in named])
+            exchange.reply(200, msgspec.json.encode(listed))
+            return
+        reply = ModelList([_card(model, name) for model, name in named])
         exchange.reply(200, msgspec.json.encode(reply))
 
     def _model(self, exchange: Exchange) -> None:
-        self._places.identify(exchange.header(AUTHORIZATION))
+        self._places.identify(self._authorization(exchange))
         name = unquote(exchange.path.removeprefix(MODELS_PREFIX))
-        exchange.reply(200, msgspec.json.encode(_card(find_model(self._dispatcher, name).info, name)))
+        info = find_model(self._dispatcher, name).info
+        is_of_messages = ANTHROPIC_VERSION in exchange.headers
+        card = model_of(name, info.created, info.max_len) if is_of_messages else _card(info, name)
+        exchange.reply(200, msgspec.json.encode(card))
 
 
 class ResponsesErrors(OpenAIErrors):

@@ -112,11 +112,14 @@ class ChatApi(msgspec.Struct, frozen=True):
 
     prefix: of reply ids.
     cuts_length: a length beyond the context is cut to what is left of it; otherwise it is refused.
+    moves_system: where a template takes a system message only at the start, later ones become the user's; otherwise
+    the template's refusal is the answer.
     """
 
     make_format: Callable[[Head], ReplyFormat]
     prefix: str
     cuts_length: bool = False
+    moves_system: bool = False
 
 
 OPENAI_CHAT = ChatApi(ChatFormat, "chatcmpl-")
@@ -340,10 +343,9 @@ def prepare_chat(
 ) -> Prepared:
     """bounds: BRIEF in the event loop. Then it raises TakesLong where the template needs a thread."""
     model = find_model(dispatcher, request.model, embeds=False, asked=version_asked(request, terms))
-    kwargs = requests.template_kwargs_of(request)
     marking = marking_of(model.text)
     offer = offered(request, marking)
-    rendered = render_chat(model.text, request, offer, kwargs, bounds)
+    rendered = _rendered(request, model, offer, bounds, api)
     limits.check_text(rendered, model.text.bound, model.info, "messages")
     token_ids = encode_rendered(model.text, rendered, bool(request.add_special_tokens), terms.tenant.salt)
     dialogue = dialogue_of(request, offer, marking, rendered)
@@ -361,6 +363,26 @@ def prepare_chat(
     build.check_number(1)
     head = structs.replace(head, is_cut=is_cut, temperature=sampling.temperature, top_p=sampling.top_p or 1.0)
     return build.prepared([Prompt(token_ids)], [sampling], api.make_format(head))
+
+
+def count_chat(request: requests.ChatRequest, model: ServedModel, tenant: Tenant, bounds: Bounds, api: ChatApi) -> int:
+    """Tokens of the prompt that `prepare_chat` makes, however long it is."""
+    rendered = _rendered(request, model, offered(request, marking_of(model.text)), bounds, api)
+    limits.check_bytes(rendered, model.text.bound, model.info, "messages")
+    return len(encode_rendered(model.text, rendered, bool(request.add_special_tokens), tenant.salt))
+
+
+def _rendered(
+    request: requests.ChatRequest, model: ServedModel, offer: Offer | None, bounds: Bounds, api: ChatApi
+) -> str:
+    kwargs = requests.template_kwargs_of(request)
+    try:
+        return render_chat(model.text, request, offer, kwargs, bounds)
+    except BadRequest:
+        moved = requests.with_system_first(request) if api.moves_system else None
+        if moved is None:
+            raise
+        return render_chat(model.text, moved, offer, kwargs, bounds)
 
 
 def prepare_completion(request: requests.CompletionRequest, dispatcher: Dispatcher, terms: Terms) -> Prepared:

@@ -327,7 +327,7 @@ class _Stream:
         data = b"" if index in self._opened else self._open(index)
         if self._carries_something(index, piece):
             data += self._format.chunk(index, piece)
-        if data:
+        if data:  # nothing, as a chunk of HTTP, would end the answer
             self._exchange.write(data)
 
     def _carries_something(self, index: int, piece: TextPiece) -> bool:

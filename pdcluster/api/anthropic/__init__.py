@@ -1,0 +1,1 @@
+"""Shapes and limits of OpenAI requests and replies."""
