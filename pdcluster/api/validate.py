@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import msgspec
@@ -73,6 +73,8 @@ def decode(
             return _read_again(body, decoder.type, extensions, error)
         except msgspec.ValidationError as wrong:
             raise _invalid(str(wrong), _loads(body) if len(body) <= LOOKED_AT_BYTES else UNSEEN, schemas) from error
+        except RecursionError:
+            raise BadRequest(NESTED_TOO_DEEPLY) from error
     except RecursionError as error:
         raise BadRequest(NESTED_TOO_DEEPLY) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -150,23 +152,32 @@ def _asks_nothing(value: object) -> bool:
 
 @cache
 def _reader_of(kind: type[msgspec.Struct]) -> Reader | None:
-    return _reader(inspect.type_info(kind))
+    return _reader(inspect.type_info(kind), frozenset())
 
 
-def _reader(info: inspect.Type) -> Reader | None:
-    """None for what stays as it is."""
+def _reader(info: inspect.Type, within: frozenset[type]) -> Reader | None:
+    """None for what stays as it is. within: the structs around it. One that has itself inside is read by its own
+    reader.
+    """
     if isinstance(info, inspect.StructType):
-        named = {field.encode_name: _reader(field.type) for field in info.fields}
+        if info.cls in within:
+            return partial(_read_as, info.cls)
+        named = {field.encode_name: _reader(field.type, within | {info.cls}) for field in info.fields}
         return _of_struct({name: reader for name, reader in named.items() if reader is not None})
-    if isinstance(info, inspect.ListType) and (of_item := _reader(info.item_type)) is not None:
+    if isinstance(info, inspect.ListType) and (of_item := _reader(info.item_type, within)) is not None:
         return lambda value: [of_item(item) for item in value] if isinstance(value, list) else value
-    if isinstance(info, inspect.DictType) and (of_value := _reader(info.value_type)) is not None:
+    if isinstance(info, inspect.DictType) and (of_value := _reader(info.value_type, within)) is not None:
         return lambda value: {name: of_value(each) for name, each in value.items()} if _is_object(value) else value
     if isinstance(info, inspect.IntType | inspect.FloatType | inspect.BoolType):
         return _SCALARS[type(info)]
     if isinstance(info, inspect.UnionType):
-        return _of_union(info)
+        return _of_union(info, within)
     return None
+
+
+def _read_as(kind: type[msgspec.Struct], value: Any) -> Any:
+    reader = _reader_of(kind)
+    return value if reader is None else reader(value)
 
 
 def _is_object(value: object) -> bool:
@@ -182,9 +193,9 @@ def _of_struct(named: Mapping[str, Reader]) -> Reader | None:
     return read if named else None
 
 
-def _of_union(info: inspect.UnionType) -> Reader | None:
+def _of_union(info: inspect.UnionType, within: frozenset[type]) -> Reader | None:
     """Of kinds that JSON tells apart. Text stays where text is one of them."""
-    readers = [reader for kind in info.types if (reader := _reader(kind)) is not None]
+    readers = [reader for kind in info.types if (reader := _reader(kind, within)) is not None]
     takes_text = any(isinstance(kind, inspect.StrType | inspect.LiteralType) for kind in info.types)
 
     def read(value: Any) -> Any:

@@ -165,7 +165,7 @@ def test_no_decoder_is_left_out(every: dict[str, Decoder]) -> None:
             "node/vllm/weights_change.py",
         "api/tools/arguments.py",  # of calls that a client sends back: tests/unit/api/openai/test_histories.py
         # HTTP bodies: tests/unit/router/frontend/openai/test_http_fuzz.py
-        "api/openai/requests.py", "api/openai/embeddings.py", "api/openai/responses/requests.py", "api/validate.py", "api/structured/constraints.py",
+        "api/openai/requests.py", "api/openai/embeddings.py", "api/openai/responses/requests.py", "api/anthropic/requests.py", "api/validate.py", "api/structured/constraints.py",
         "api/tools/calls.py",  # what a model says: tests/unit/api/tools
         "api/openai/responses/custom_input.py",  # the same: tests/unit/api/openai/responses/test_custom_input.py
         "launch/demo.py", "launch/up.py",  # our own router's answers

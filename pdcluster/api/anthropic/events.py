@@ -31,7 +31,7 @@ from pdcluster.api.anthropic.replies import (
 )
 from pdcluster.api.openai.replies import Head, TokenUsage
 from pdcluster.api.text.choice_text import TextPiece
-from pdcluster.api.tools.arguments import ControlEscapes, arguments_of
+from pdcluster.api.tools.arguments import ArgumentStream, arguments_of
 from pdcluster.api.tools.calls import Part, ToolCallDelta
 
 _encode = msgspec.json.Encoder().encode
@@ -103,7 +103,7 @@ class MessagesFormat:
         # Kind of the open block; None for none.
         self._open: type[ContentBlock] | None = None
         self._thought: list[str] = []
-        self._escapes = ControlEscapes()
+        self._arguments = ArgumentStream()
         self._finish: str | None = None
         self._stop_string: str | None = None
 
@@ -133,13 +133,13 @@ class MessagesFormat:
 
     def ending(self, usage: TokenUsage | None) -> bytes:
         assert usage is not None  # asked for with every stream
-        delta = StopDelta(self._reason(self._finish, self._stop_string), self._stop_string)
+        delta = StopDelta(*self._stopped(self._finish, self._stop_string))
         return _event(MessageDelta(delta, usage_of(usage))) + _event(MessageStop())
 
     def whole(self, pieces: Sequence[TextPiece], usage: TokenUsage) -> bytes:
         piece = pieces[0]
         message = self._message(self._blocks(piece), usage_of(usage))
-        message.stop_reason, message.stop_sequence = self._reason(piece.finish, piece.stop_string), piece.stop_string
+        message.stop_reason, message.stop_sequence = self._stopped(piece.finish, piece.stop_string)
         return _encode(message)
 
     # ------------------------------------------------ inside
@@ -147,8 +147,10 @@ class MessagesFormat:
     def _message(self, content: Sequence[ContentBlock], usage: MessageUsage) -> MessageReply:
         return MessageReply(id=self._head.id, model=self._head.model, content=content, usage=usage)
 
-    def _reason(self, finish: str | None, stop_string: str | None) -> StopReason:
-        return stop_reason_of(finish, by_string=stop_string is not None, is_cut=self._head.is_cut)
+    def _stopped(self, finish: str | None, stop_string: str | None) -> tuple[StopReason, str | None]:
+        """Why it ended, and the stop sequence where that is why."""
+        reason = stop_reason_of(finish, by_string=stop_string is not None, is_cut=self._head.is_cut)
+        return reason, stop_string if reason == "stop_sequence" else None
 
     def _think(self, text: str, events: list[bytes]) -> None:
         self._enter(ThinkingBlock, ThinkingBlock("", ""), events)
@@ -160,10 +162,11 @@ class MessagesFormat:
     def _call(self, part: ToolCallDelta, events: list[bytes]) -> None:
         if part.id is not None:
             self._close(events)
-            self._escapes = ControlEscapes()
+            self._arguments = ArgumentStream()
             self._enter(ToolUseBlock, ToolUseBlock(part.id, part.name or "", {}), events)
-        if part.arguments:
-            events.append(_event(BlockDelta(self._index, InputDelta(self._escapes.feed(part.arguments)))))
+        arguments = self._arguments.feed(part.arguments)
+        if arguments:
+            events.append(_event(BlockDelta(self._index, InputDelta(arguments))))
 
     def _enter(self, kind: type[ContentBlock], block: ContentBlock, events: list[bytes]) -> None:
         """Open a block, unless one of that kind is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from bisect import bisect_left
 from collections.abc import Mapping
 
@@ -14,6 +15,11 @@ from pdcluster.core.errors import BadRequest
 
 # Longer text that is not JSON is not searched for its valid part.
 LOOKED_AT_CHARACTERS = 64 * 1024
+
+# Of streamed arguments, without the insides of strings. More is not checked.
+CHECKED_CHARACTERS = 4096
+# What may stand behind a backslash in a string.
+ESCAPES = frozenset('"\\/bfnrtu')
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -71,30 +77,54 @@ def _too_deep(path: str) -> BadRequest:
     return BadRequest(f"{path}.function.arguments is JSON nested too deeply; send a flatter object", path)
 
 
-class ControlEscapes:
-    """Escapes control characters in the strings of JSON that comes in pieces. Models write line breaks there, and JSON
-    has none.
+class ArgumentStream:
+    """Arguments that come in pieces, as JSON that a client may read after each of them.
+
+    1. Control characters in strings are escaped. Models write line breaks there, and JSON has none.
+    2. Nothing comes behind a fault. What came before it begins an object, and can be read as far as it goes.
     """
 
-    __slots__ = ("_escaped", "_in_string")
+    __slots__ = ("_around", "_awaits_escape", "_in_string", "_is_faulty", "_num_hex")
 
     def __init__(self) -> None:
-        self._in_string = self._escaped = False
+        self._in_string = self._awaits_escape = self._is_faulty = False
+        # Digits of an escape by number that are to come.
+        self._num_hex = 0
+        # All but the insides of strings.
+        self._around = ""
 
     def feed(self, text: str) -> str:
-        made = []
+        made: list[str] = []
         for character in text:
-            if self._in_string and character < " ":
-                made.append(json.dumps(character)[1:-1])
-                self._escaped = False
-                continue
-            made.append(character)
-            if not self._in_string:
-                self._in_string = character == '"'
-            elif self._escaped:
-                self._escaped = False
-            elif character == "\\":
-                self._escaped = True
-            elif character == '"':
-                self._in_string = False
+            if self._is_faulty:
+                break
+            shown = self._within_string(character) if self._in_string else self._outside(character)
+            made += [] if self._is_faulty else [shown]
         return "".join(made)
+
+    def _outside(self, character: str) -> str:
+        if not self._around and character.isspace():
+            return ""  # nobody can read it without what follows
+        self._around += character
+        self._in_string = character == '"'
+        if len(self._around) <= CHECKED_CHARACTERS:
+            self._is_faulty = self._around[0] != "{" or not _begins_json(self._around)
+        return character
+
+    def _within_string(self, character: str) -> str:
+        if self._num_hex:
+            self._num_hex -= 1
+            self._is_faulty = character not in string.hexdigits
+        elif character < " ":
+            self._awaits_escape = False
+            return json.dumps(character)[1:-1]
+        elif self._awaits_escape:
+            self._awaits_escape = False
+            self._num_hex = 4 if character == "u" else 0
+            self._is_faulty = character not in ESCAPES
+        elif character == "\\":
+            self._awaits_escape = True
+        elif character == '"':
+            self._in_string = False
+            self._around += character
+        return character

@@ -402,7 +402,9 @@ class App:
         if asked.chat.stream:
             exchange.failure = partial(failed_stream, asked.terms, RESPONSE_PREFIX + exchange.id)
         self._converse(
-            exchange, asked.chat, ChatApi(partial(ResponsesFormat, asked.terms), RESPONSE_PREFIX, cuts_length=True)
+            exchange,
+            asked.chat,
+            ChatApi(partial(ResponsesFormat, asked.terms), RESPONSE_PREFIX, cuts_length=True, moves_system=True),
         )
 
     def _messages(self, exchange: Exchange) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from pdcluster.api import validate
 from pdcluster.api.openai import requests
 from pdcluster.api.tools.tool_choice import offer_of
 from pdcluster.core.errors import BadRequest
@@ -93,3 +95,23 @@ def test_cache_control_of_a_tool_passes_and_is_not_shown() -> None:
     request = decoded(tools=[{"type": "function", "function": {"name": "f", **hint}, **hint}])
     offer = offer_of(request.tools, None, None)
     assert offer is not None and offer.for_template() == [{"type": "function", "function": {"name": "f"}}]
+
+
+class Nested(msgspec.Struct):
+    size: int | None = None
+    inside: list[Nested] | None = None
+
+
+NESTED = msgspec.json.Decoder(Nested)
+
+
+def test_a_struct_that_has_itself_inside_is_read_to_its_depth() -> None:
+    body = json.dumps({"size": "1", "inside": [{"size": "2", "inside": [{"size": "3"}]}]}).encode()
+    assert validate.decode(body, NESTED, {"": Nested}) == Nested(1, [Nested(2, [Nested(3)])])
+
+
+@pytest.mark.parametrize("depth", [300, 900, 5000])
+def test_a_struct_that_is_nested_too_deeply_is_refused(depth: int) -> None:
+    body = b'{"inside":[' * depth + b'{"size":"many"}' + b"]}" * depth
+    with pytest.raises(BadRequest):
+        validate.decode(body, NESTED, {"": Nested})

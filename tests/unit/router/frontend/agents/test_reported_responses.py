@@ -275,6 +275,19 @@ async def test_instructions_and_developers_are_one_system_turn():
     assert prompt.count("<|start|>system") == 1 and "developer" not in prompt
 
 
+async def test_developers_may_speak_later():
+    """gty111/gLLM#267, vllm-project/vllm#43590: after a compaction Codex's developer speaks behind users, and templates
+    that want system first refused each later turn. Here the words are shown where they stand."""
+    developer = {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be terse."}]}
+    dispatcher = Strict(max_len=4096)
+    async with opened(dispatcher) as client:
+        await both(
+            client, instructions="You help.", input=[USER, developer, {"role": "assistant", "content": "Ok."}, USER]
+        )
+    prompt = prompts(dispatcher)[0]
+    assert prompt.index("You help.") < prompt.index("weather?") < prompt.index("Be terse.") < prompt.index("Ok.")
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -6,6 +6,7 @@ from __future__ import annotations
 from agent_streams import Json, ResponseStream, check_response
 from changed_bodies import changed_bodies
 from chat_router import Router
+from drawn_examples import examples
 from hypothesis import given, settings
 from scripted_dispatcher import MODEL
 
@@ -34,7 +35,7 @@ RESPONSES: Json = {
 }  # fmt: skip
 
 
-@settings(max_examples=250)
+@settings(max_examples=examples(100, 1500))
 @given(body=changed_bodies(RESPONSES))
 def test_any_value_in_responses_is_answered_or_refused(router: Router, body: Json) -> None:
     told = router.answered("/v1/responses", body)
