@@ -96,12 +96,18 @@ observe: setup ## a cluster with a Prometheus that scrapes it, until Ctrl-C; nee
 	@exec bash scripts/observe.sh $(ARGS)
 
 # litellm asks for a list of prices in the net unless told not to.
-test-clients: setup .venv-clients/installed ## programs of users (openai, litellm, langchain, pydantic-ai) against a real cluster
+test-clients: setup .venv-clients/installed tests/clients/node/node_modules/installed ## programs of users (openai, anthropic, agents, litellm, langchain, pydantic-ai, AI SDK) against a real cluster; needs npm
 	LITELLM_LOCAL_MODEL_COST_MAP=True .venv-clients/bin/python -m pytest -c tests/clients/clients.ini tests/clients
 
 .venv-clients/installed: tests/clients/requirements.txt | setup
 	$(BIN)/python -m venv .venv-clients
 	.venv-clients/bin/python -m pip install --disable-pip-version-check -q -r tests/clients/requirements.txt
+	touch $@
+
+# Some versions of npm run no scripts of packages; Claude Code's puts its program in place.
+tests/clients/node/node_modules/installed: tests/clients/node/package-lock.json
+	npm ci --prefix tests/clients/node --no-fund --no-audit --loglevel error
+	node tests/clients/node/node_modules/@anthropic-ai/claude-code/install.cjs
 	touch $@
 
 bench: setup ## quick figures of engine, transfer, layouts, hand-over, overlap, pulls, pushes and overload; bench/README.md lists all benches

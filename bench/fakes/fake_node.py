@@ -18,7 +18,7 @@ import secrets
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -65,13 +65,14 @@ class Speed:
 @dataclass(slots=True, eq=False)
 class Served:
     """One leg on the node. emitted: output tokens of the whole request so far; ticket, is_computed: a remote leg is
-    delivered when it has both."""
+    delivered when it has both; output: the request's whole output, None where tokens follow from their position."""
 
     router: Peer
     work: m.Work
     remote: bool
     cached_tokens: int
     emitted: int
+    output: Sequence[int] | None = None
     pages: list[int] = field(default_factory=list)
     ticket: m.Ticket | None = None
     is_computed: bool = False
@@ -85,10 +86,16 @@ class Served:
     def num_uncached(self) -> int:
         return max(self.num_tokens - self.cached_tokens, 1)
 
+    @property
+    def num_output(self) -> int:
+        """Output tokens of the whole request."""
+        most = self.work.sampling.max_tokens
+        return most if self.output is None else min(most, len(self.output))
+
 
 class FakeNode:
     """One thread owns it: call `turn` whenever `sockets` are readable or `next_deadline` is over. files: None when no
-    router will ask for any."""
+    router will ask for any. output: what a request is answered with, its end of sequence last."""
 
     def __init__(
         self,
@@ -103,6 +110,7 @@ class FakeNode:
         report_s: float = 0.05,
         files: ModelFiles | None = None,
         token: Callable[[int], int] = lambda position: 100 + position % 100,
+        output: Callable[[m.Work], Sequence[int]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.me = Peer(name, f"{name}-{secrets.token_hex(4)}")
@@ -111,7 +119,7 @@ class FakeNode:
         self.hub = Hub(self.me, listen="127.0.0.1:0", context=context, settings=wire or WireSettings(), clock=clock)
         self.num_refused = 0
         self._cost = self.speed.cost().report()
-        self._files, self._token, self._clock = files, token, clock
+        self._files, self._token, self._output, self._clock = files, token, output, clock
         self._reporter = Reporter(self.pages, self._load, interval_s=report_s, clock=clock, seen=self.hub.last_received)
         self._served: dict[str, Served] = {}
         self._slots: dict[int, Served] = {}
@@ -240,9 +248,9 @@ class FakeNode:
             self.num_refused += 1
             self._tell(router, m.Refused(work.request, work.attempt, leg, "no pages are left", 0.05))
             return None
-        served = Served(
-            router, work, remote, len(cached) * self.pages.block_tokens, num_tokens - work.num_prompt, cached + fresh
-        )
+        output = None if self._output is None else self._output(work)
+        cached_tokens, emitted = len(cached) * self.pages.block_tokens, num_tokens - work.num_prompt
+        served = Served(router, work, remote, cached_tokens, emitted, output, cached + fresh)
         self._served[work.request] = served
         return served
 
@@ -287,7 +295,7 @@ class FakeNode:
         self._sent[served.ticket.nonce] = served
         self.hub.send(
             served.ticket.reader,
-            m.Commit(served.ticket.nonce, self.pages.block_tokens, (), self._token(served.emitted - 1)),
+            m.Commit(served.ticket.nonce, self.pages.block_tokens, (), self._token_of(served, served.emitted - 1)),
         )
 
     def _committed(self, message: m.CommitAck) -> None:
@@ -312,32 +320,37 @@ class FakeNode:
         """The next tokens: one, or all that are left when they cost no time."""
         if served.is_over:
             return
-        left = served.work.sampling.max_tokens - served.emitted
+        left = served.num_output - served.emitted
         self._say(served, left if self.speed.token_s == 0 else 1)
         if not served.is_over:
             self._after(self.speed.token_s, partial(self._decode, served))
 
     def _say(self, served: Served, count: int) -> None:
         work, first = served.work, served.emitted
-        tokens = tuple(self._token(position) for position in range(first, first + count))
+        tokens = tuple(self._token_of(served, position) for position in range(first, first + count))
         served.emitted += count
         self._outbox.row(served.router, m.TokenRow(work.request, work.attempt, first, tokens))
-        if served.emitted >= work.sampling.max_tokens:
+        if served.emitted >= served.num_output:
             timings = m.LegTimings(
                 cached_tokens=min(served.cached_tokens, served.num_tokens), decode_tokens=served.emitted
             )
+            stop = tokens[-1] if served.output is not None and served.emitted == len(served.output) else None
+            reason: m.FinishReason = "length" if stop is None else "eos"
             self._outbox.message(
-                served.router, m.Finished(work.request, work.attempt, "length", served.emitted, timings)
+                served.router, m.Finished(work.request, work.attempt, reason, served.emitted, timings, stop)
             )
             self._keep_output(served)
             self._end(served)
+
+    def _token_of(self, served: Served, position: int) -> int:
+        return self._token(position) if served.output is None else served.output[position]
 
     def _keep_output(self, served: Served) -> None:
         """Full blocks of what was decoded are cached, too, when there are pages; the last token's KV was never
         computed."""
         work = served.work
         num_before = served.num_tokens - work.num_prompt
-        output = m.pack_tokens(self._token(position) for position in range(num_before, served.emitted - 1))
+        output = m.pack_tokens(self._token_of(served, position) for position in range(num_before, served.emitted - 1))
         hashes = work.hashes + extend(
             work.hashes, work.token_ids + output, root=work.hash_root, block_tokens=self.pages.block_tokens
         )

@@ -15,3 +15,12 @@ WEATHER = {
         },
     },
 }
+# The same tool as Anthropic's API has it.
+TOOL = {
+    "name": WEATHER["function"]["name"],
+    "description": WEATHER["function"]["description"],
+    "strict": True,
+    "input_schema": WEATHER["function"]["parameters"],
+}
+# And as Responses has it.
+FUNCTION = {"type": "function", **WEATHER["function"]}

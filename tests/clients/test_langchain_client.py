@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import langchain_core.exceptions
 import pytest
 from conftest import Served
@@ -12,10 +14,10 @@ from pydantic import BaseModel
 
 
 class Event(BaseModel):
-    """Something that happens."""
+    """Of bounded length, as the small model goes on for ever where it may."""
 
-    name: str
-    day: int
+    name: Literal["party", "concert"]
+    day: Literal[5, 6]
 
 
 @tool

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import Literal
 
 import pytest
 from conftest import Served
 from conversation import ASKED, WEATHER
+from interrupted import LONG_ASKED, LONG_TOKENS, OnPiece, Program
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 from pydantic import BaseModel
 
 
 class Event(BaseModel):
-    name: str
-    day: int
+    name: Literal["party", "talk"]
+    day: Literal["Monday", "Sunday"]
 
 
 @pytest.fixture
@@ -82,8 +85,7 @@ def test_structured_output_is_parsed_and_can_be_sent_back(client: OpenAI, served
         model=served.model, messages=ASKED, response_format=Event, max_tokens=400, temperature=0
     )
     message = reply.choices[0].message
-    if reply.choices[0].finish_reason == "stop":
-        assert isinstance(message.parsed, Event)
+    assert isinstance(message.parsed, Event)
     history = [*ASKED, message.model_dump(), *ASKED]
     assert client.chat.completions.create(model=served.model, messages=history, max_tokens=5).choices[0].message.content
 
@@ -110,7 +112,26 @@ def test_errors_are_those_that_clients_know(client: OpenAI, served: Served) -> N
     with pytest.raises(BadRequestError) as long:
         client.completions.create(model=served.model, prompt="word " * 100_000)
     assert long.value.code == "context_length_exceeded" and "maximum context length is" in str(long.value)
-    with pytest.raises(NotFoundError, match="/v1/responses is not served here"):
-        client.responses.create(model=served.model, input="hi")
-    with pytest.raises(NotFoundError, match="/v1/embeddings is not served here"):
+    with pytest.raises(NotFoundError) as unknown:
+        client.responses.create(model="nobody", input="hi")
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(BadRequestError, match="embeds nothing"):
         client.embeddings.create(model=served.model, input="hi")
+
+
+def test_a_stream_goes_on_over_a_kill(client: OpenAI, served: Served, over_a_kill: Callable[[Program], str]) -> None:
+    def program(on_piece: OnPiece) -> str:
+        text = ""
+        for chunk in client.chat.completions.create(
+            model=served.model,
+            messages=[{"role": "user", "content": LONG_ASKED}],
+            max_tokens=LONG_TOKENS,
+            temperature=0,
+            stream=True,
+        ):
+            if piece := chunk.choices[0].delta.content:
+                text += piece
+                on_piece()
+        return text
+
+    over_a_kill(program)

@@ -84,7 +84,9 @@ def test_nobody_cites_a_document_of_old() -> None:
 
 @cache
 def _files() -> tuple[Path, ...]:
-    found = [file for folder in FOLDERS for file in folder.rglob("*") if file.is_file()]
+    found = [
+        file for folder in FOLDERS for file in folder.rglob("*") if file.is_file() and "node_modules" not in file.parts
+    ]
     return tuple(file.relative_to(ROOT) for file in (*found, *(file for file in ROOT.iterdir() if file.is_file())))
 
 

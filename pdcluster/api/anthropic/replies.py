@@ -33,7 +33,6 @@ class MessageUsage(Struct, kw_only=True):
 
 class TextBlock(Struct, tag_field="type", tag="text"):
     text: str
-    citations: None = None
 
 
 class ThinkingBlock(Struct, tag_field="type", tag="thinking"):

@@ -38,7 +38,7 @@ class _Machine:
     waits for more.
     """
 
-    # Calls begin with these.
+    # Calls begin and end with these.
     marks: tuple[str, ...] = ()
 
     def __init__(self, rules: CallRules) -> None:
@@ -134,7 +134,7 @@ class _Machine:
 
 
 class HermesParser(_Machine):
-    marks = (TOOL_CALL,)
+    marks = (TOOL_CALL, END_TOOL_CALL)
 
     def _start(self) -> None:
         if self._up_to(TOOL_CALL):

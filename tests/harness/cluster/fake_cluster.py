@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import zmq
 from bench.fakes.fake_node import FakeNode, Speed
 from pdcluster.bootstrap.agent import NodeAgent
 from pdcluster.checkpoint import bundled
+from pdcluster.core.messages import Work
 from pdcluster.node.reports.load_report import ModelFiles
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.rpc import admin_pb2_grpc as stubs
@@ -33,21 +35,41 @@ from pdcluster_router.prefix_index.index import digest_of
 STOP_S = 90.0
 
 
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What nodes say. model: a directory with a tokenizer; output: of each request, its end of sequence last; None:
+    words until max_tokens."""
+
+    model: Path = field(default_factory=bundled.path)
+    max_len: int = 1 << 18
+    vocab_size: int = 1 << 16
+    output: Callable[[Work], Sequence[int]] | None = None
+
+
 class FakeNodes(threading.Thread):
     """Owns the nodes once it runs; others may look at what they hold while nothing is asked of them."""
 
-    def __init__(self, bootstrap: str, roles: list[str], speed: Speed, num_pages: int) -> None:
+    def __init__(self, bootstrap: str, roles: list[str], speed: Speed, num_pages: int, outputs: Outputs | None) -> None:
         super().__init__(name="fake nodes")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        files = ModelFiles(bundled.path())
+        outputs = outputs or Outputs()
+        files = ModelFiles(outputs.model)
         self.nodes = [
-            FakeNode(f"n{number}", role, context=self._context, speed=speed, num_pages=num_pages, files=files)  # type: ignore[arg-type]
+            FakeNode(
+                f"n{number}",
+                role,
+                context=self._context,
+                speed=speed,
+                num_pages=num_pages,
+                files=files,
+                output=outputs.output,
+            )  # type: ignore[arg-type]
             for number, role in enumerate(roles)
         ]
         self._stopped = threading.Event()
         self._agents = [NodeAgent([bootstrap]) for _ in roles]
         for agent, node in zip(self._agents, self.nodes, strict=True):
-            agent.start(node.card("fake"))
+            agent.start(node.card("fake", outputs.max_len, outputs.vocab_size))
         self.start()
 
     def run(self) -> None:
@@ -173,7 +195,9 @@ class RouterProcess:
 
 
 @contextlib.contextmanager
-def fake_cluster(roles: list[str], speed: Speed, num_pages: int = 4096) -> Iterator[tuple[str, FakeNodes]]:
+def fake_cluster(
+    roles: list[str], speed: Speed, num_pages: int = 4096, outputs: Outputs | None = None
+) -> Iterator[tuple[str, FakeNodes]]:
     """Gives the bootstrap's address, too."""
     read_end, write_end = os.pipe()
     argv = [
@@ -194,7 +218,7 @@ def fake_cluster(roles: list[str], speed: Speed, num_pages: int = 4096) -> Itera
     try:
         with os.fdopen(read_end, "rb") as announced:
             address = str(json.loads(announced.readline())["address"])
-        nodes = FakeNodes(address, roles, speed, num_pages)
+        nodes = FakeNodes(address, roles, speed, num_pages, outputs)
         yield address, nodes
     finally:
         if nodes is not None:

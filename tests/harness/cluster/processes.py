@@ -35,11 +35,11 @@ EXACT = ("--set", "node.dtype=float32", "--set", "node.kv.memory_bytes=64MiB", "
 
 
 class Up:
-    """One running `pdcluster up`. Its output is kept in `lines`."""
+    """One running `pdcluster up`. Its output is kept in `lines`. python: an interpreter that has pdcluster."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, python: str = sys.executable, ready_s: float = READY_S) -> None:
         argv = [
-            sys.executable,
+            python,
             "-m",
             "pdcluster.cli",
             "up",
@@ -59,10 +59,11 @@ class Up:
         self._ready = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        if not self._ready.wait(READY_S):
+        self._ready.wait(ready_s)
+        match = next((found for line in self.lines if (found := READY.search(line))), None)
+        if match is None:
             self.stop()
             raise AssertionError("up did not become ready:\n" + self.output())
-        match = next(found for line in self.lines if (found := READY.search(line)))
         self.url, self.grpc, self.admin, self.model = match.groups()
         self.client = httpx.Client(base_url=self.url, timeout=60.0, trust_env=False)
 

@@ -293,3 +293,10 @@ def test_ids_are_unique_and_of_the_kind_that_a_template_takes():
     ids = {FORMATS[name].new_id() for name in ("hermes", "mistral") for _ in range(50)}
     assert len(ids) == 100
     assert all(len(each) == 9 and each.isalnum() for each in ids if not each.startswith("call_"))
+
+
+@pytest.mark.parametrize("mark", ["<", "</tool_cal", "</tool_call"])
+def test_the_beginning_of_a_mark_behind_a_call_is_no_text_where_tokens_run_out(mark: str) -> None:
+    text = '<tool_call>{"name": "add", "arguments": {}}' + mark
+    for pieces in ([text], list(text)):
+        assert parse("hermes", pieces, is_cut=True)[0] == "", text
