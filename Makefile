@@ -98,6 +98,7 @@ observe: setup ## a cluster with a Prometheus that scrapes it, until Ctrl-C; nee
 # litellm asks for a list of prices in the net unless told not to.
 test-clients: setup .venv-clients/installed tests/clients/node/node_modules/installed ## programs of users (openai, anthropic, agents, litellm, langchain, pydantic-ai, AI SDK) against a real cluster; needs npm
 	LITELLM_LOCAL_MODEL_COST_MAP=True .venv-clients/bin/python -m pytest -c tests/clients/clients.ini tests/clients
+	$(PYTEST) -q tests/real/test_coding_agents.py
 
 .venv-clients/installed: tests/clients/requirements.txt | setup
 	$(BIN)/python -m venv .venv-clients

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -13,6 +14,9 @@ from interrupted import LONG_ASKED, LONG_TOKENS, OnPiece, Program
 from openai import AsyncOpenAI
 
 set_tracing_disabled(True)
+
+# The library raises where an answer ends by length.
+SETTINGS = ModelSettings(max_tokens=LONG_TOKENS, temperature=0)
 
 
 @function_tool
@@ -28,12 +32,7 @@ def model_of(served: Served) -> OpenAIResponsesModel:
 
 
 async def test_an_answer_and_its_next_turn(served: Served) -> None:
-    agent = Agent(
-        "helper",
-        instructions="Be brief.",
-        model=model_of(served),
-        model_settings=ModelSettings(max_tokens=LONG_TOKENS, temperature=0),
-    )
+    agent = Agent("helper", instructions="Be brief.", model=model_of(served), model_settings=SETTINGS)
     first = await Runner.run(agent, "What does `shutil.copyfile` do?")
     assert first.final_output
     second = await Runner.run(agent, [*first.to_input_list(), {"role": "user", "content": "And `shutil.move`?"}])
@@ -46,7 +45,7 @@ async def test_a_tool_is_called_and_its_output_answered(served: Served, streams:
         "helper",
         tools=[get_weather],
         model=model_of(served),
-        model_settings=ModelSettings(max_tokens=200, tool_choice="required", parallel_tool_calls=False),
+        model_settings=replace(SETTINGS, tool_choice="required", parallel_tool_calls=False),
     )
     if streams:
         result = Runner.run_streamed(agent, "What is it like in Rome?", max_turns=3)
@@ -60,8 +59,7 @@ async def test_a_tool_is_called_and_its_output_answered(served: Served, streams:
 
 def test_a_stream_goes_on_over_a_kill(served: Served, over_a_kill: Callable[[Program], str]) -> None:
     async def answer(on_piece: OnPiece) -> str:
-        settings = ModelSettings(max_tokens=LONG_TOKENS, temperature=0)
-        result = Runner.run_streamed(Agent("helper", model=model_of(served), model_settings=settings), LONG_ASKED)
+        result = Runner.run_streamed(Agent("helper", model=model_of(served), model_settings=SETTINGS), LONG_ASKED)
         async for event in result.stream_events():
             if event.type == "raw_response_event" and event.data.type == "response.output_text.delta":
                 on_piece()

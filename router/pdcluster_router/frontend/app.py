@@ -362,7 +362,8 @@ class App:
                 "reads OpenAI's batch files"
             )
         if path.startswith(NOT_SERVED):
-            raise UnknownName(f"{path[:200]} is not served here; of such there are {', '.join(SERVED)}")
+            served = ", ".join(SERVED)
+            raise UnknownName(f"{path[:200]} is not served here; of OpenAI's and Anthropic's APIs there are {served}")
         raise UnknownName(f"there is no {path[:200]}{closest(path, self._paths())}")
 
     def _options(self, exchange: Exchange) -> None:

@@ -131,7 +131,7 @@ def test_an_assistant_that_only_called_has_an_empty_text_and_not_none() -> None:
     [
         ({"tools": [api.Tool("f", parameters="{no")]}, r"chat\.tools\[0\]\.parameters is text, but no JSON"),
         ({"tools": [api.Tool("f", parameters="[]")]}, r"tools\[0\]\.function\.parameters"),
-        ({"tools": [api.Tool("two words")]}, "a name has 1 to 64 letters"),
+        ({"tools": [api.Tool("two words")]}, "a name has 1 to 128 letters"),
         (
             {"tools": [api.Tool("f", parameters={"not": {"required": ["a"]}}, strict=True)]},
             r"tools\.f\.parameters uses not",
@@ -211,7 +211,7 @@ def test_what_is_small_on_its_way_and_large_in_memory_is_counted_before_it_is_un
     that 128 are allowed."""
     small = json.dumps({"a": [[]] * 30_000})
     many: list[tuple[pb.Chat, str]] = [
-        (pb.Chat(messages=[ONE], tools=[pb.Tool()] * 129), "chat.tools has 129 entries, at most 128"),
+        (pb.Chat(messages=[ONE], tools=[pb.Tool()] * 513), "chat.tools has 513 entries, at most 512"),
         (pb.Chat(messages=[ONE], tools=[pb.Tool(parameters=small)] * 10), "chat.tools has .* lists and objects"),
         (pb.Chat(messages=[ONE] * 25_001), "25001 messages and calls, at most 25000"),
         (

@@ -135,7 +135,7 @@ async def test_a_wrong_method_is_told_the_right_ones(
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/moderations", "/v1/responses/resp_1", "/v1/messages", "/v1/audio/speech", "/v1/rerank"],
+    ["/v1/moderations", "/v1/responses/resp_1", "/v1/conversations", "/v1/audio/speech", "/v1/rerank"],
 )
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
 async def test_other_endpoints_of_such_servers_are_said_not_to_be_served(
@@ -147,7 +147,8 @@ async def test_other_endpoints_of_such_servers_are_said_not_to_be_served(
         error = reply.json()["error"]
         assert (
             error["code"] == "not_found"
-            and f"{path} is not served here; of OpenAI's API there are /v1/chat/completions" in error["message"]
+            and f"{path} is not served here; of OpenAI's and Anthropic's APIs there are /v1/chat/completions"
+            in error["message"]
         )
 
 

@@ -257,7 +257,7 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [
         "tool_choice",
         "not among the tools",
     ),
-    (CHAT, chat(tools=[{**TOOL, "function": {"name": f"f{i}"}} for i in range(129)]), "tools", "at most 128"),
+    (CHAT, chat(tools=[{**TOOL, "function": {"name": f"f{i}"}} for i in range(513)]), "tools", "at most 512"),
     (CHAT, chat(functions=[{"name": "f"}]), "functions", "not supported yet"),
     (CHAT, chat(response_format={"type": "yaml"}), "response_format.type", "text, json_object, json_schema"),
     (CHAT, chat(response_format={"type": "json_schema"}), "response_format.json_schema.schema", "missing"),
