@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -66,8 +65,9 @@ def messages_of(
             made.say("system", *_texts(turn.content, path))
         else:
             made.user(turn.content, path)
+    made.close()
     last = made.messages[-1] if made.messages else None
-    if last == ChatMessage("assistant", []):
+    if last is not None and last.role == "assistant" and not last.content and not last.tool_calls:
         made.messages.pop()  # nothing to go on with
     return made.messages
 
@@ -84,15 +84,14 @@ def loaded_in(turns: Sequence[MessageTurn]) -> set[str]:
     }
 
 
-def continues_last(turns: Sequence[MessageTurn]) -> bool:
-    """Whether the answer goes on with the last turn. Raises BadRequest for a call without its result."""
-    last = turns[-1]
-    if last.role != "assistant":
+def continues_last(messages: Sequence[ChatMessage]) -> bool:
+    """Whether the answer goes on with the last message. Raises BadRequest for a call without its result."""
+    last = messages[-1] if messages else None
+    if last is None or last.role != "assistant":
         return False
-    blocks = [] if isinstance(last.content, str) else last.content
-    if any(block.type == "tool_use" for block in blocks):
+    if last.tool_calls:
         raise BadRequest("messages ends with a tool_use; send its tool_result behind it", "messages")
-    return bool(last.content) if isinstance(last.content, str) else any(block.text for block in blocks)
+    return True
 
 
 def signature_of(thinking: str) -> str:
@@ -104,6 +103,14 @@ class _Messages:
     def __init__(self, definitions: Mapping[str, str]) -> None:
         self.messages: list[ChatMessage] = []
         self._definitions = definitions
+        # Of the last message.
+        self._thoughts: list[str] = []
+
+    def close(self) -> None:
+        """Nothing more is said in the last message."""
+        if self._thoughts:
+            self.messages[-1].reasoning_content = "\n".join(self._thoughts)
+            self._thoughts = []
 
     def say(self, role: Literal["system", "user"], *texts: str) -> None:
         """Text of this role, joined to a last message of the same."""
@@ -135,11 +142,10 @@ class _Messages:
             where = f"{path}[{at}]"
             if block.type == "thinking":
                 thought = block.thinking or _thought_in(block.signature)
-                if thought:
-                    before = message.reasoning_content
-                    message.reasoning_content = thought if before is None else f"{before}\n{thought}"
+                self._thoughts += [thought] if thought else []
             elif block.type == "tool_use":
-                message.tool_calls = [*(message.tool_calls or ()), _call(block, where)]
+                message.tool_calls = [] if message.tool_calls is None else message.tool_calls
+                message.tool_calls.append(_call(block, where))
             elif block.type != "redacted_thinking":
                 text = _text(block, where, "text, thinking, redacted_thinking, tool_use")
                 message.content += [ContentPart("text", text)] if text else []
@@ -150,10 +156,12 @@ class _Messages:
         text = "\n".join(_texts(block.content, f"{path}.content", self._definitions))
         if block.is_error:
             text = f"Error: {text}" if text else "Error"
+        self.close()
         self.messages.append(ChatMessage("tool", text, tool_call_id=block.tool_use_id))
 
     def _last(self, role: Literal["system", "user", "assistant"]) -> ChatMessage:
         if not self.messages or self.messages[-1].role != role:
+            self.close()
             self.messages.append(ChatMessage(role, []))
         return self.messages[-1]
 
@@ -202,5 +210,5 @@ def _thought_in(signature: str | None) -> str:
         return ""
     try:
         return base64.b64decode(signature.removeprefix(SIGNATURE), validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:  # no base64, or no text
         return ""

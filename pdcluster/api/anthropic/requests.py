@@ -151,7 +151,7 @@ def _chat_of(request: CountRequest) -> openai.ChatRequest:
     tools, loaded = [_tool(tool, at) for at, tool in enumerate(request.tools or ())], loaded_in(request.messages)
     messages = messages_of(request.system, request.messages, {tool.function.name: _definition(tool) for tool in tools})
     chat = openai.ChatRequest(model=request.model, messages=messages)
-    chat.continue_final_message = continues_last(request.messages) or None
+    chat.continue_final_message = continues_last(messages) or None
     chat.tools = [tool for tool in tools if not tool.defer_loading or tool.function.name in loaded] or None
     chat.tool_choice, chat.parallel_tool_calls = _choice(request.tool_choice)
     chat.response_format = _format(request)

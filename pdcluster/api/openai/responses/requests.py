@@ -179,7 +179,7 @@ def decode_responses(body: bytes) -> ResponseAsked:
     """Raises BadRequest naming the field."""
     request = validate.decode(body, _BODY, {"": ResponsesRequest}, EXTENSIONS)
     _check_refused(request)
-    toolbox = Toolbox([*(request.tools or ()), *tools_within(request.input or "")], request.tool_choice)
+    toolbox = Toolbox(request.tools or (), request.tool_choice, tools_within(request.input or ""))
     if request.input is None:
         raise BadRequest("input is missing; it is required", "input")
     text = validate.convert(request.text or {}, TextOptions, {"": TextOptions, "format": TextFormat}, "text")

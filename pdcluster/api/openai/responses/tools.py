@@ -76,12 +76,20 @@ Chosen = Literal["none", "auto", "required"] | dict[str, Any] | None
 class Toolbox:
     """definitions: the tools as a chat offers them. choice: which of them a chat may or must call."""
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]], choice: Chosen = None) -> None:
-        """Raises BadRequest naming the tool."""
+    def __init__(
+        self, tools: Sequence[Mapping[str, Any]], choice: Chosen = None, later: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """later: tools that items bring; those that are offered already are passed over. Raises BadRequest naming the
+        tool.
+        """
         self._needs_call = choice not in (None, "auto", "none")
         self._offered: list[tuple[ToolName, Function]] = []
+        self._is_later = False
         for index, tool in enumerate(tools):
             self._add(tool, f"tools[{index}]")
+        self._is_later = True
+        for tool in later:
+            self._add(tool, "a tool in input")
         self._named = _unique_names([tool for tool, _ in self._offered])
         self._functions = {(tool.name, tool.namespace): name for name, tool in self._named.items()}
         self.definitions = [
@@ -124,6 +132,8 @@ class Toolbox:
             raise BadRequest(f"tools has more than {MAX_TOOLS} functions and custom tools; send fewer", "tools")
         tool = ToolName(function.name, None if inside is None else inside.name, is_custom)
         others = {(each.name, each.namespace) for each, _ in self._offered}
+        if (tool.name, tool.namespace) in others and self._is_later:
+            return
         if (tool.name, tool.namespace) in others:
             raise BadRequest(
                 f"{at}.name is {shown(tool.name)}, as that of another tool; names must differ", f"{at}.name"
@@ -206,6 +216,10 @@ def _unique_names(tools: Sequence[ToolName]) -> dict[str, ToolName]:
         if tool.namespace is not None:
             name = flat_name(tool.name, tool.namespace)
             name = digest_name(tool.name, tool.namespace) if name in taken else name
+            if name in taken:
+                raise BadRequest(
+                    f"tools has {shown(name)} and a namespace whose function is named so; rename one", "tools"
+                )
             taken.add(name)
         named[name] = tool
     return named

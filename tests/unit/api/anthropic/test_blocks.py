@@ -96,6 +96,7 @@ def test_thinking_is_taken_back_whatever_its_signature() -> None:
         {"type": "thinking", "thinking": "one", "signature": "of another server"},
         {"type": "thinking", "thinking": "", "signature": signature_of("two")},
         {"type": "thinking", "thinking": "", "signature": "pdcluster:no base64"},
+        {"type": "thinking", "thinking": "", "signature": "pdcluster:é"},
         {"type": "thinking", "thinking": "three"},
         {"type": "redacted_thinking", "data": "xxxx"},
     ]
@@ -142,6 +143,8 @@ def test_for_some_templates_system_words_become_the_users() -> None:
         ([user("q"), assistant([text("The"), text(" answer")])], True),
         ([user("q"), assistant("")], None),
         ([user("q"), assistant([])], None),
+        ([user("q"), assistant("Hi"), assistant("")], True),
+        ([user("q"), assistant([{"type": "thinking", "thinking": "hm"}])], None),
     ],
 )
 def test_a_last_answer_is_continued(turns: list[Any], continues: bool | None) -> None:
@@ -175,6 +178,7 @@ def test_thinking_is_the_switch_of_the_template(thinking: Any, is_on: bool) -> N
         ([user([result([{"type": "image"}])])], 'messages[0].content[0].content[0].type is "image"; only text'),
         ([user("q"), assistant([{"type": "server_tool_use"}])], 'messages[1].content[0].type is "server_tool_use"'),
         ([user("q"), assistant([{"type": "tool_use", "id": "c", "name": "f"}])], "messages ends with a tool_use"),
+        ([user("q"), assistant([{"type": "tool_use", "id": "c", "name": "f"}]), assistant("on")], "ends with a tool_use"),
         ([user("q"), assistant([{"type": "tool_use", "name": "f"}]), user("r")], "messages[1].content[0].id is missing"),
         ([user([{"type": "tool_result"}])], "messages[0].content[0].tool_use_id is missing"),
         ([user([result([{"type": "tool_reference", "tool_name": "x"}])])], 'tool_name is "x", which is not among the tools'),

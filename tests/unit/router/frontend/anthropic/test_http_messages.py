@@ -351,6 +351,8 @@ KEY, OTHER = "sk-acme-0001", "sk-other-001"
         ({"authorization": f"Bearer {KEY}"}, 200),
         ({"x-api-key": KEY, "authorization": f"Bearer {KEY}"}, 200),
         ({"x-api-key": KEY, "authorization": f"Bearer {OTHER}"}, 401),
+        ({"x-api-key": KEY, "authorization": f"bearer  {KEY}"}, 200),
+        ({"x-api-key": "", "authorization": f"Bearer {KEY}"}, 200),
         ({"x-api-key": "sk-nobody-01"}, 401),
         ({}, 401),
     ],
