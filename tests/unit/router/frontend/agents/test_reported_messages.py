@@ -256,6 +256,14 @@ async def test_a_stop_sequence_is_named_and_cut(client, dispatcher):
         assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
 
 
+async def test_no_stop_sequence_is_named_beside_another_reason(client, dispatcher):
+    """Of BerriAI/litellm#34692's kind. A call that a stop sequence follows still ends its turn as a call."""
+    dispatcher.script = lambda _: says(call("add", "{}") + " then END more")
+    fields = {"tools": TOOLS, "stop_sequences": ["END"]}
+    for message in (await whole(client, **fields), await streamed(client, **fields)):
+        assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
+
+
 class Strict(SpeakingDispatcher):
     """Of a model whose template wants one system turn, at the start."""
 
