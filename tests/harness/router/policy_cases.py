@@ -140,7 +140,7 @@ def clusters(draw: st.DrawFn, max_nodes: int = 6) -> ClusterView:
                 max_len=draw(st.sampled_from([100, 32768])),
                 models=draw(st.sampled_from([frozenset("a"), frozenset("ab")])),
                 backends=draw(st.sampled_from([("shm",), ("tcp",), ("shm", "tcp"), ()])),
-                pending=draw(st.builds(InFlightWork, *[st.integers(0, 1000)] * 6)),
+                pending=draw(st.builds(InFlightWork, *[st.integers(0, 1000)] * len(InFlightWork._fields))),
                 capabilities=draw(st.sampled_from([NATIVE, NATIVE, NO_PULLS, FIRST_BY_DECODE])),
                 bandwidth={f"n{other}": draw(st.sampled_from([0.0, 1e6, 1e9])) for other in range(3)},
             )

@@ -594,10 +594,8 @@ class Pools:
     prefill: tuple[NodeView, ...]
     decode: tuple[NodeView, ...]
     local: tuple[NodeView, ...]
-
-    @property
-    def is_split(self) -> bool:
-        return bool(self.prefill and self.decode) and any(node.role != "mixed" for node in self.prefill + self.decode)
+    # Whether the legs have nodes of their own, also where some of these have no partner.
+    is_split: bool
 
 
 def pools(query: Query, view: ClusterView) -> Pools:
@@ -617,11 +615,10 @@ def pools(query: Query, view: ClusterView) -> Pools:
 
 
 def by_leg(computing: Sequence[NodeView], usable: Sequence[NodeView], query: Query) -> Pools:
-    return Pools(
-        prefill=fresh([node for node in computing if node.role != "decode"], query),
-        decode=fresh([node for node in usable if node.role != "prefill"], query),
-        local=fresh(usable, query),
-    )
+    prefill = fresh([node for node in computing if node.role != "decode"], query)
+    decode = fresh([node for node in usable if node.role != "prefill"], query)
+    is_split = bool(prefill and decode) and any(node.role != "mixed" for node in prefill + decode)
+    return Pools(prefill, decode, fresh(usable, query), is_split)
 
 
 def in_pairs(found: Pools) -> Pools | None:

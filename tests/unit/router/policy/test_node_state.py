@@ -31,7 +31,7 @@ costs = st.builds(
     ),
     st.builds(DecodeCost, st.floats(0, 0.01), st.floats(0, 1e-3), st.floats(0, 1e-8), st.just(100)),
 )
-pendings = st.builds(InFlightWork, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS)
+pendings = st.builds(InFlightWork, *[COUNTS] * len(InFlightWork._fields))
 
 
 @st.composite
