@@ -20,9 +20,16 @@ LOOKED_AT_CHARACTERS = 64 * 1024
 CHECKED_CHARACTERS = 4096
 # What may stand behind a backslash in a string.
 ESCAPES = frozenset('"\\/bfnrtu')
+# Of the halves of a surrogate pair, the upper six bits.
+HIGH_HALF, LOW_HALF = 0xD800 >> 10, 0xDC00 >> 10
+NO_CHARACTER = "\\ufffd"
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f]")
+# Escapes, surrogate pairs as one, and the halves of such, unless the text was cut behind one.
+_ESCAPED = re.compile(
+    r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>\\u[dD][89a-fA-F]..)(?!\\?(?:u[0-9a-fA-F]{0,3})?\Z)|\\.", re.DOTALL
+)
 
 
 def arguments_of(given: str | Mapping[str, object] | None, path: str) -> object:
@@ -70,7 +77,8 @@ def _part_of(text: str) -> object:
 
 
 def _with_escapes(string: re.Match[str]) -> str:
-    return _CONTROL.sub(lambda control: json.dumps(control[0])[1:-1], string[0])
+    whole = _ESCAPED.sub(lambda escape: escape[0] if escape["half"] is None else NO_CHARACTER, string[0])
+    return _CONTROL.sub(lambda control: json.dumps(control[0])[1:-1], whole)
 
 
 def _too_deep(path: str) -> BadRequest:
@@ -81,15 +89,16 @@ class ArgumentStream:
     """Arguments that come in pieces, as JSON that a client may read after each of them.
 
     1. Control characters in strings are escaped. Models write line breaks there, and JSON has none.
-    2. Nothing comes behind a fault. What came before it begins an object, and can be read as far as it goes.
+    2. An escape comes whole. Half a surrogate pair, which is no character, comes as U+FFFD.
+    3. Nothing comes behind a fault. What came before it begins an object, and can be read as far as it goes.
     """
 
-    __slots__ = ("_around", "_awaits_escape", "_in_string", "_is_faulty", "_num_hex")
+    __slots__ = ("_around", "_escape", "_half", "_in_string", "_is_faulty")
 
     def __init__(self) -> None:
-        self._in_string = self._awaits_escape = self._is_faulty = False
-        # Digits of an escape by number that are to come.
-        self._num_hex = 0
+        self._in_string = self._is_faulty = False
+        # An escape that has begun, and a first half of a pair that awaits the other.
+        self._escape = self._half = ""
         # All but the insides of strings.
         self._around = ""
 
@@ -112,19 +121,36 @@ class ArgumentStream:
         return character
 
     def _within_string(self, character: str) -> str:
-        if self._num_hex:
-            self._num_hex -= 1
-            self._is_faulty = character not in string.hexdigits
-        elif character < " ":
-            self._awaits_escape = False
-            return json.dumps(character)[1:-1]
-        elif self._awaits_escape:
-            self._awaits_escape = False
-            self._num_hex = 4 if character == "u" else 0
-            self._is_faulty = character not in ESCAPES
-        elif character == "\\":
-            self._awaits_escape = True
-        elif character == '"':
+        if self._escape and (character >= " " or len(self._escape) > 1):
+            return self._within_escape(character)
+        if character < " ":
+            before, self._escape = self._escape, ""
+            return self._lone_half() + before + json.dumps(character)[1:-1]
+        if character == "\\":
+            self._escape = character
+            return ""
+        if character == '"':
             self._in_string = False
             self._around += character
-        return character
+        return self._lone_half() + character
+
+    def _within_escape(self, character: str) -> str:
+        self._escape += character
+        size = len(self._escape)
+        self._is_faulty = character not in ESCAPES if size == 2 else character not in string.hexdigits
+        if self._is_faulty or (self._escape[1] == "u" and size < 6):
+            return ""
+        escape, self._escape = self._escape, ""
+        kind = int(escape[2:], 16) >> 10 if size == 6 else 0
+        if kind == HIGH_HALF:
+            lone, self._half = self._lone_half(), escape
+            return lone
+        if kind == LOW_HALF:
+            first, self._half = self._half, ""
+            return first + escape if first else NO_CHARACTER
+        return self._lone_half() + escape
+
+    def _lone_half(self) -> str:
+        """What stands for a first half without the other."""
+        half, self._half = self._half, ""
+        return NO_CHARACTER if half else ""

@@ -56,8 +56,8 @@ def test_what_is_broken_ends_before_its_fault(value: dict[str, Any], sizes: list
         ('{"a": 1,}', '{"a": 1,'),
         ("[1, 2]", ""),
         ('"Rome"', ""),
-        (' \n{"a": "\\x"}', '{"a": "\\'),
-        ('{"a": "\\u12G4"}', '{"a": "\\u12'),
+        (' \n{"a": "\\x"}', '{"a": "'),
+        ('{"a": "\\u12G4"}', '{"a": "'),
         ('{"a": "one\ntwo"}', '{"a": "one\\ntwo"}'),
         ('{"a": "Ro', '{"a": "Ro'),
         ('{"a": tru', '{"a": tru'),
@@ -73,3 +73,23 @@ def test_a_cut_object_is_read_as_in_a_whole_answer(value: dict[str, Any], cut: i
     said = json.dumps(value, ensure_ascii=False)[:cut]
     read = jiter.from_json(streamed(said, [1]).encode(), partial_mode="trailing-strings")
     assert read == arguments_of(said, "path")
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ("\\ud83d\\ude00", "😀"),
+        ("\\ud800 x", "\ufffd x"),
+        ("\\ud800", "\ufffd"),
+        ("\\udc00\\ud800\\ud83d\\ude00", "\ufffd\ufffd😀"),
+        ("\\ud800\\n", "\ufffd\n"),
+        ("\\ud800\n", "\ufffd\n"),
+        ("\\\\ud800", "\\ud800"),
+        ("\\u00e9", "é"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_half_a_pair_is_one_unknown_character(said: str, text: str, size: int) -> None:
+    said = '{"a": "' + said + '"}'
+    assert json.loads(streamed(said, [size])) == {"a": text}
+    assert arguments_of(said, "path") == {"a": text}
