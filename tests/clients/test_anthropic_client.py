@@ -140,4 +140,4 @@ def test_a_stream_goes_on_over_a_kill(client: Anthropic, served: Served, over_a_
                 on_piece()
             return stream.get_final_text()
 
-    over_a_kill(program)
+    assert over_a_kill(program)

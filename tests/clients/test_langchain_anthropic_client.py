@@ -72,4 +72,4 @@ def test_a_stream_goes_on_over_a_kill(model: ChatAnthropic, over_a_kill: Callabl
                 on_piece()
         return text
 
-    over_a_kill(program)
+    assert over_a_kill(program)

@@ -75,7 +75,7 @@ def test_a_stream_of_messages_goes_on_over_a_kill(
                     on_piece()
         return text
 
-    over_a_kill(lambda on_piece: asyncio.run(answer(on_piece)))
+    assert over_a_kill(lambda on_piece: asyncio.run(answer(on_piece)))
 
 
 def test_a_stream_of_responses_goes_on_over_a_kill(
@@ -92,4 +92,4 @@ def test_a_stream_of_responses_goes_on_over_a_kill(
                 on_piece()
         return text
 
-    over_a_kill(lambda on_piece: asyncio.run(answer(on_piece)))
+    assert over_a_kill(lambda on_piece: asyncio.run(answer(on_piece)))

@@ -52,4 +52,4 @@ def test_a_tool_is_called_and_its_result_sent_back(served: Served, program: tupl
 def test_a_stream_goes_on_over_a_kill(
     served: Served, program: tuple[str, ...], over_a_kill: Callable[[Program], str]
 ) -> None:
-    over_a_kill(lambda on_piece: run(served, program, "stream", LONG_ASKED, LONG_TOKENS, on_piece)["text"])
+    assert over_a_kill(lambda on_piece: run(served, program, "stream", LONG_ASKED, LONG_TOKENS, on_piece)["text"])

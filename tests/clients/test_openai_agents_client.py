@@ -65,4 +65,4 @@ def test_a_stream_goes_on_over_a_kill(served: Served, over_a_kill: Callable[[Pro
                 on_piece()
         return str(result.final_output)
 
-    over_a_kill(lambda on_piece: asyncio.run(answer(on_piece)))
+    assert over_a_kill(lambda on_piece: asyncio.run(answer(on_piece)))

@@ -134,4 +134,4 @@ def test_a_stream_goes_on_over_a_kill(client: OpenAI, served: Served, over_a_kil
                 on_piece()
         return text
 
-    over_a_kill(program)
+    assert over_a_kill(program)

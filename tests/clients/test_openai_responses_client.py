@@ -94,4 +94,4 @@ def test_a_stream_goes_on_over_a_kill(client: OpenAI, served: Served, over_a_kil
                     on_piece()
             return stream.get_final_response().output_text
 
-    over_a_kill(program)
+    assert over_a_kill(program)

@@ -64,4 +64,4 @@ def test_a_stream_goes_on_over_a_kill(served: Served, over_a_kill: Callable[[Pro
                 on_piece()
         return text
 
-    over_a_kill(lambda on_piece: asyncio.run(answer(on_piece)))
+    assert over_a_kill(lambda on_piece: asyncio.run(answer(on_piece)))

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from pdcluster.api.openai.replies import RouteReport, TokenUsage
-from pdcluster.core.errors import ContextTooLong, PdclusterError
+from pdcluster.core.errors import BadRequest, ContextTooLong, PdclusterError
 
 
 class CacheCreation(Struct, frozen=True):
@@ -163,4 +163,6 @@ def _message(error: PdclusterError) -> str:
     """Clients shorten a conversation where a prompt is too long in these words, and look for both numbers."""
     if isinstance(error, ContextTooLong) and error.num_prompt is not None:
         return f"prompt is too long: {error.num_prompt} tokens > {error.max_len - 1} maximum. {error}"
+    if isinstance(error, BadRequest) and error.param is not None:  # a tool of a chat has its fields in a function
+        return str(error).replace(error.param, error.param.replace(".function", ""))
     return str(error)

@@ -16,9 +16,15 @@ from pdcluster.api import validate
 from pdcluster.api.anthropic.blocks import InputBlock, MessageTurn, continues_last, loaded_in, messages_of
 from pdcluster.api.openai import requests as openai
 from pdcluster.api.structured.constraints import JsonSchema, ResponseFormat
-from pdcluster.api.tools.tool_choice import Function, NamedChoice, NamedFunction, ToolChoice, ToolDefinition
+from pdcluster.api.tools.tool_choice import (
+    Function,
+    NamedChoice,
+    NamedFunction,
+    ToolChoice,
+    ToolDefinition,
+    definition_text,
+)
 from pdcluster.core.errors import BadRequest
-from pdcluster.core.weights import Label
 
 # Known fields that change nothing here.
 WITHOUT_EFFECT = frozenset({
@@ -62,7 +68,7 @@ class InputTool(Struct):
     defer_loading: bool | None = None
 
 
-class CountRequest(Struct, kw_only=True):
+class CountRequest(openai.OwnFields, kw_only=True):
     """What both endpoints read."""
 
     model: str
@@ -77,11 +83,6 @@ class CountRequest(Struct, kw_only=True):
     # would change the output
     mcp_servers: list[object] | None = None
     # pdcluster's
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    priority: Annotated[int, Meta(ge=-10, le=10)] | None = None
-    pdcluster_mode: Literal["auto", "remote", "local"] | None = None
-    weights: Label | None = None
-    weights_change: Literal["fail", "replay"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -149,7 +150,9 @@ def _chat_of(request: CountRequest) -> openai.ChatRequest:
     if request.mcp_servers:
         raise BadRequest("mcp_servers are not called from here; leave them out and send their tools", "mcp_servers")
     tools, loaded = [_tool(tool, at) for at, tool in enumerate(request.tools or ())], loaded_in(request.messages)
-    messages = messages_of(request.system, request.messages, {tool.function.name: _definition(tool) for tool in tools})
+    messages = messages_of(
+        request.system, request.messages, {tool.function.name: definition_text(tool) for tool in tools}
+    )
     chat = openai.ChatRequest(model=request.model, messages=messages)
     chat.continue_final_message = continues_last(messages) or None
     chat.tools = [tool for tool in tools if not tool.defer_loading or tool.function.name in loaded] or None
@@ -158,8 +161,8 @@ def _chat_of(request: CountRequest) -> openai.ChatRequest:
     chat.reasoning_effort = None if request.output_config is None else request.output_config.effort
     thinks = request.thinking is not None and request.thinking.type != "disabled"
     chat.chat_template_kwargs = openai.thinking_switch(thinks) | (request.chat_template_kwargs or {})
-    chat.cache_salt, chat.priority, chat.pdcluster_mode = request.cache_salt, request.priority, request.pdcluster_mode
-    chat.weights, chat.weights_change = request.weights, request.weights_change
+    for name in openai.OwnFields.__struct_fields__:
+        setattr(chat, name, getattr(request, name))
     return chat
 
 
@@ -174,13 +177,6 @@ def _tool(tool: InputTool, at: int) -> ToolDefinition:
         raise BadRequest(f"tools[{at}].name is missing; it is required", f"tools[{at}].name")
     function = Function(tool.name, tool.description, tool.input_schema, tool.strict)
     return ToolDefinition(function, defer_loading=tool.defer_loading)
-
-
-def _definition(tool: ToolDefinition) -> str:
-    """As the prompt shows a tool that was loaded later."""
-    function = tool.function
-    shown = {"description": function.description, "name": function.name, "parameters": function.parameters}
-    return f"<functions>\n<function>{msgspec.json.encode(shown).decode()}</function>\n</functions>"
 
 
 def _choice(choice: ToolUseChoice | None) -> tuple[ToolChoice | None, bool | None]:

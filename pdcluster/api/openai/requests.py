@@ -56,7 +56,17 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class Common(Struct, kw_only=True, forbid_unknown_fields=True):
+class OwnFields(Struct, kw_only=True):
+    """Fields of no API but this one. All APIs take them."""
+
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Meta(ge=-10, le=10)] | None = None
+    pdcluster_mode: Literal["auto", "remote", "local"] | None = None
+    weights: Label | None = None
+    weights_change: Literal["fail", "replay"] | None = None
+
+
+class Common(OwnFields, kw_only=True, forbid_unknown_fields=True):
     """Fields that chat and plain completions share. `_check_unsupported` handles fields typed `object`, or
     nobody does.
     """
@@ -86,11 +96,6 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     add_special_tokens: bool | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    priority: Annotated[int, Meta(ge=-10, le=10)] | None = None
-    pdcluster_mode: Literal["auto", "remote", "local"] | None = None
-    weights: Label | None = None
-    weights_change: Literal["fail", "replay"] | None = None
     # without effect
     user: object = None
     metadata: object = None

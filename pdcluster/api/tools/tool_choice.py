@@ -37,6 +37,13 @@ class ToolDefinition(Struct, forbid_unknown_fields=True):
     defer_loading: bool | None = None
 
 
+def definition_text(tool: ToolDefinition) -> str:
+    """How a prompt shows a tool where it was loaded, behind the tools that it began with."""
+    function = tool.function
+    shown = {"description": function.description, "name": function.name, "parameters": function.parameters}
+    return f"<functions>\n<function>{msgspec.json.encode(shown).decode()}</function>\n</functions>"
+
+
 class NamedFunction(Struct, forbid_unknown_fields=True):
     name: str
 

@@ -105,7 +105,10 @@ def check_fits(query: Query, view: ClusterView, longest: int) -> None:
 
 def _too_long(query: Query, most: int, way_out: str) -> errors.ContextTooLong:
     output = f", {query.most_tokens} with its output" if query.most_tokens else ""
-    return errors.ContextTooLong(most, f"the request has {query.num_tokens} tokens{output}; {way_out}")
+    num_prompt = query.num_tokens if query.num_tokens >= most else None
+    return errors.ContextTooLong(
+        most, f"the request has {query.num_tokens} tokens{output}; {way_out}", num_prompt=num_prompt
+    )
 
 
 class DrainRate:

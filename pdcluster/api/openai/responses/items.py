@@ -86,8 +86,12 @@ def tools_within(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     """The tools that items bring with them."""
     if isinstance(items, str):
         return []
-    lists = [item.get("tools") for item in items if item.get("type") in WITH_TOOLS]
-    return [tool for tools in lists if isinstance(tools, list) for tool in tools if isinstance(tool, dict)]
+    return [tool for item in items if item.get("type") in WITH_TOOLS for tool in _tools_of(item)]
+
+
+def _tools_of(item: Mapping[str, Any]) -> list[dict[str, Any]]:
+    tools = item.get("tools")
+    return [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
 
 
 def messages_from(
@@ -125,6 +129,7 @@ class _Conversation:
             "custom_tool_call_output": self._output,
             "reasoning": self._reasoning,
             "configuration_update": self._configuration,
+            **dict.fromkeys(WITH_TOOLS, self._loaded),
         }
 
     def add(self, message: ChatMessage) -> None:
@@ -223,6 +228,11 @@ class _Conversation:
             self._end_turn()
         self._of_assistant()
         self._thoughts.append(text)
+
+    def _loaded(self, item: Mapping[str, Any], at: str) -> None:
+        """Tools that come later are shown where they come, so that the prompt before them stays as it was."""
+        if text := self._toolbox.loaded_text(_tools_of(item)):
+            self.add(ChatMessage("developer", text))
 
     def _configuration(self, item: Mapping[str, Any], at: str) -> None:
         """An effort is a hint. A form of answers is the request's."""

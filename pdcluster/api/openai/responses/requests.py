@@ -17,6 +17,7 @@ from pdcluster.api.openai.requests import (
     ChatRequest,
     Count,
     Hint,
+    OwnFields,
     Seed,
     StreamOptions,
     checked_chat,
@@ -26,7 +27,6 @@ from pdcluster.api.openai.responses.tools import Chosen, Toolbox
 from pdcluster.api.structured.constraints import JsonSchema, ResponseFormat
 from pdcluster.core.errors import BadRequest, PdclusterError
 from pdcluster.core.sampling import LEAST_REPETITION, MAX_LOGPROBS, MOST_REPETITION
-from pdcluster.core.weights import Label
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
@@ -58,7 +58,7 @@ class TextOptions(Struct, forbid_unknown_fields=True):
     verbosity: Hint | None = None
 
 
-class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponsesRequest(OwnFields, kw_only=True, forbid_unknown_fields=True):
     """Objects that a reply repeats are plain values. Their shapes are TextOptions, ReasoningOptions, those of `tools`
     and those of `items`.
     """
@@ -87,11 +87,6 @@ class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     seed: Seed | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    priority: Annotated[int, Meta(ge=-10, le=10)] | None = None
-    pdcluster_mode: Literal["auto", "remote", "local"] | None = None
-    weights: Label | None = None
-    weights_change: Literal["fail", "replay"] | None = None
     # without effect
     user: object = None
     metadata: object = None
@@ -130,8 +125,8 @@ REFUSED_FIELDS: Mapping[str, tuple[tuple[object, ...], str]] = {
 # Fields that a chat has, too.
 SAME_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "seed", "stream", "top_logprobs", "parallel_tool_calls", "chat_template_kwargs", "cache_salt", "priority",
-    "pdcluster_mode", "weights", "weights_change", "prompt_cache_key",
+    "seed", "stream", "top_logprobs", "parallel_tool_calls", "chat_template_kwargs", "prompt_cache_key",
+    *OwnFields.__struct_fields__,
 )  # fmt: skip
 
 # Fields that a reply repeats as they came.

@@ -23,6 +23,7 @@ from pdcluster.api.tools.tool_choice import (
     NamedFunction,
     ToolChoice,
     ToolDefinition,
+    definition_text,
 )
 from pdcluster.api.validate import convert, shown
 from pdcluster.core.errors import BadRequest
@@ -84,6 +85,7 @@ class Toolbox:
         """
         self._needs_call = choice not in (None, "auto", "none")
         self._offered: list[tuple[ToolName, Function]] = []
+        self._later: set[ToolName] = set()
         self._is_later = False
         for index, tool in enumerate(tools):
             self._add(tool, f"tools[{index}]")
@@ -93,8 +95,8 @@ class Toolbox:
         self._named = _unique_names([tool for tool, _ in self._offered])
         self._functions = {(tool.name, tool.namespace): name for name, tool in self._named.items()}
         self.definitions = [
-            ToolDefinition(structs.replace(function, name=name))
-            for name, (_, function) in zip(self._named, self._offered, strict=True)
+            ToolDefinition(structs.replace(function, name=name), defer_loading=tool in self._later or None)
+            for name, (tool, function) in zip(self._named, self._offered, strict=True)
         ]
         self.choice = self._chosen(choice)
 
@@ -106,6 +108,12 @@ class Toolbox:
         """The function of a tool, or of one that was offered before."""
         found = self._functions.get((name, namespace))
         return found or (name if namespace is None else flat_name(name, namespace))
+
+    def loaded_text(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """How a prompt shows those of an item's tools that were not offered before; "" for none."""
+        names = {self.function_name(name, namespace) for name, namespace in _names_of(tools)}
+        shown = [each for each in self.definitions if each.defer_loading and each.function.name in names]
+        return "\n".join(map(definition_text, shown))
 
     # ------------------------------------------------------------ what is offered
 
@@ -134,6 +142,8 @@ class Toolbox:
         others = {(each.name, each.namespace) for each, _ in self._offered}
         if (tool.name, tool.namespace) in others and self._is_later:
             return
+        if self._is_later:
+            self._later.add(tool)
         if (tool.name, tool.namespace) in others:
             raise BadRequest(
                 f"{at}.name is {shown(tool.name)}, as that of another tool; names must differ", f"{at}.name"
@@ -205,6 +215,17 @@ class Toolbox:
         if not found:
             raise BadRequest(f"{at} names {shown(name)}, which is not among the tools", at)
         return found
+
+
+def _names_of(tools: Sequence[Mapping[str, Any]], namespace: str | None = None) -> list[tuple[str, str | None]]:
+    """Names and namespaces of tools whose shape the toolbox has checked."""
+    found: list[tuple[str, str | None]] = []
+    for tool in tools:
+        if tool.get("type") == "namespace" and namespace is None:
+            found += _names_of(tool.get("tools", ()), tool["name"])
+        elif "name" in tool:
+            found.append((tool["name"], namespace))
+    return found
 
 
 def _unique_names(tools: Sequence[ToolName]) -> dict[str, ToolName]:

@@ -94,3 +94,14 @@ def test_a_short_prompt_of_a_tenant_that_keeps_nobody_out_is_taken_at_its_own_le
     check_service(Outlook(0.9, 0.0, 0.01, is_modest=True), Slo(ttft_s=1.0, margin=0.0))
     with pytest.raises(errors.Overloaded):
         check_service(Outlook(0.9, 0.0, 0.01), Slo(ttft_s=1.0, margin=0.0))
+
+
+@pytest.mark.parametrize(("query", "num_prompt"), [(Query(4096), 4096), (Query(100, most_tokens=5000), None)])
+def test_a_prompt_that_no_node_takes_is_told_from_an_output_that_none_does(
+    query: Query, num_prompt: int | None
+) -> None:
+    """Clients shorten a conversation by the tokens of its prompt."""
+    view = ClusterView((make_node("m0", "mixed", max_len=4096),))
+    with pytest.raises(errors.ContextTooLong) as refused:
+        check_fits(query, view, 4096)
+    assert (refused.value.max_len, refused.value.num_prompt) == (4096, num_prompt)

@@ -242,6 +242,7 @@ REFUSED = [
     ({"thinking": {"type": "off"}}, "thinking.type is \"off\"; it must be one of enabled, adaptive, disabled"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
     ({"system": [{"type": "image"}]}, "system[0].type"),
+    ({"tools": [{"name": "two words", "input_schema": SCHEMA}]}, "tools[0].name is"),
 ]  # fmt: skip
 
 
