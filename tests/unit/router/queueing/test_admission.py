@@ -101,7 +101,7 @@ def test_a_prompt_that_no_node_takes_is_told_from_an_output_that_none_does(
     query: Query, num_prompt: int | None
 ) -> None:
     """Clients shorten a conversation by the tokens of its prompt."""
-    view = ClusterView((make_node("m0", "mixed", max_len=4096),))
+    view = ClusterView((make_node("m0", "mixed"),))
     with pytest.raises(errors.ContextTooLong) as refused:
         check_fits(query, view, 4096)
     assert (refused.value.max_len, refused.value.num_prompt) == (4096, num_prompt)
