@@ -6,7 +6,7 @@
    those of lines that cannot be sent, which are found again.
 3. Files are written through to the disk once a second and at the end. A machine that loses power loses that second,
    and the next run answers its lines again.
-4. The file of answers is locked while a run writes it.
+4. Both files are locked while a run writes them. Neither is changed before all that stands there is known as ours.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from pdcluster_router.operate.batch.lines import BadLine, LineIndex
 
 SYNC_S = 1.0
 BUFFER_BYTES = 1 << 20
+# Of every line.
+BEGINNING = b'{"id":"batch_req_'
 # An answer with one of these statuses may be another one later.
 PASSING = frozenset((408, 409, 429, 500, 502, 503, 504, 529))
 
@@ -53,6 +55,10 @@ class _Written(msgspec.Struct):
     custom_id: str | None
     response: LineResponse | None = None
     error: LineError | None = None
+
+    def __post_init__(self) -> None:
+        if self.response is None and self.error is None:
+            raise ValueError("it has neither a response nor an error")
 
     @property
     def is_passing(self) -> bool:
@@ -130,18 +136,31 @@ def _read(name: Path, number: int, text: bytes) -> _Written:
         raise ConfigError(f"line {number} of {name} is no answer of a batch: {error}; move the file away") from error
 
 
+def _check_tail(name: Path, file: BinaryIO, end: int) -> None:
+    """What a kill left behind the last whole line begins as our lines do. Raises ConfigError for the text of others."""
+    file.seek(end)
+    tail = file.read(len(BEGINNING))
+    if not BEGINNING.startswith(tail):
+        raise ConfigError(f"{name} ends with text that is no answer of a batch; move the file away")
+
+
+def _check_own(name: Path, number: int, custom_id: str | None, index: LineIndex) -> str:
+    if custom_id is None or custom_id not in index:
+        raise ConfigError(
+            f"line {number} of {name} answers {custom_id!r:.100}, which is in no line of the input; "
+            "give the input that it belongs to, or another output"
+        )
+    return custom_id
+
+
 def _take_back(name: Path, file: BinaryIO, index: LineIndex) -> int:
     """Note the answers that stand in the file. Returns where the last whole line ends."""
     end = 0
     for number, (end, text) in enumerate(whole_lines(file), 1):  # noqa: B007
-        custom_id = _read(name, number, text).custom_id
-        if custom_id is None or custom_id not in index:
-            raise ConfigError(
-                f"line {number} of {name} answers {custom_id!r:.100}, which is in no line of the input; "
-                "give the input that it belongs to, or another output"
-            )
+        custom_id = _check_own(name, number, _read(name, number, text).custom_id, index)
         if not index.finish(custom_id):
             raise ConfigError(f"line {number} of {name} answers {custom_id!r:.100} once more; move the file away")
+    _check_tail(name, file, end)
     return end
 
 
@@ -151,13 +170,16 @@ def _keep_lasting(name: Path, index: LineIndex) -> int:
         return 0
     fresh, num_kept = name.with_name(f"{name.name}.new"), 0
     with open(name, "rb") as old, open(fresh, "wb") as new:
-        for number, (_, text) in enumerate(whole_lines(old), 1):
+        end = 0
+        for number, (end, text) in enumerate(whole_lines(old), 1):  # noqa: B007
             written = _read(name, number, text)
-            if written.is_passing or written.custom_id is None or written.custom_id not in index:
-                continue
-            if index.finish(written.custom_id):
+            if written.error is not None and written.error.line is not None:
+                continue  # the line cannot be sent, which is found again
+            custom_id = _check_own(name, number, written.custom_id, index)
+            if not written.is_passing and index.finish(custom_id):
                 new.write(text)
                 num_kept += 1
+        _check_tail(name, old, end)
         new.flush()
         os.fsync(new.fileno())
     os.replace(fresh, name)
@@ -220,18 +242,24 @@ def open_answers(
     try:
         with ExitStack() as opened:
             file = opened.enter_context(open(answers, "r+b" if answers.exists() else "x+b", buffering=0))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(f"another run writes {answers}; wait for it, or give another output") from None
+            _lock(answers, file)
             with open(answers, "rb", BUFFER_BYTES) as old:
                 end = _take_back(answers, old, index)
-            file.truncate(end)
+            _lock(errors, opened.enter_context(open(errors, "ab", buffering=0)))
             num_kept = _keep_lasting(errors, index)
-            failed = opened.enter_context(open(errors, "ab", buffering=0))
+            failed = opened.enter_context(open(errors, "ab", buffering=0))  # another one now
+            _lock(errors, failed)
+            file.truncate(end)
             return AnswerFiles(opened.pop_all(), file, failed, num_kept, clock)
     except OSError as error:
         raise ConfigError(f"{error.filename or answers} cannot be written: {error.strerror}; check the path") from error
+
+
+def _lock(name: Path, file: FileIO) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"another run writes {name}; wait for it, or give another output") from None
 
 
 def errors_beside(answers: Path) -> Path:
@@ -240,7 +268,9 @@ def errors_beside(answers: Path) -> Path:
 
 
 def check_files(given: Path, answers: Path, errors: Path) -> None:
-    """Raises ConfigError where an output would be the input."""
+    """Raises ConfigError where an output would be the input, or the input cannot be read twice."""
+    if given.exists() and not given.is_file():
+        raise ConfigError(f"{given} is no file that can be read twice; give the name of a file")
     for output in (answers, errors):
         if output.exists() and given.exists() and output.samefile(given):
             raise ConfigError(f"{output} is the input, too; give another output")

@@ -20,9 +20,13 @@ MAX_HEADERS = 256
 
 
 class ConnectionBroken(PdclusterError):
-    """The router did not answer, or not to the end."""
+    """The router did not answer, or not to the end. was_open: there was a connection."""
 
     code = "connection_broken"
+
+    def __init__(self, message: str, *, was_open: bool = True) -> None:
+        super().__init__(message)
+        self.was_open = was_open
 
 
 @dataclass(slots=True)
@@ -162,9 +166,9 @@ class RouterClient:
                     _Connection, self._host, self._port, ssl=self._context, server_hostname=self._name
                 )
         except TimeoutError:
-            raise ConnectionBroken(f"no connection within {CONNECT_S:.0f} s") from None
+            raise ConnectionBroken(f"no connection within {CONNECT_S:.0f} s", was_open=False) from None
         except (OSError, ssl.SSLError) as error:
-            raise ConnectionBroken(f"no connection: {error}") from error
+            raise ConnectionBroken(f"no connection: {error}", was_open=False) from error
         return connection
 
     def close(self) -> None:

@@ -1,13 +1,14 @@
 """Routers that share a batch: which one gets a line, and what becomes of a line that one does not answer.
 
-A line goes to the router with the fewest open ones. A router that cannot be reached is left alone for a while that
-grows. A line is sent again after a lost connection and after an answer that may pass, until its deadline. So it may be
-computed twice, but it is answered once.
+A line goes to the router with the fewest open ones. A router that cannot be reached or has no room is left
+alone for a while that grows. A line is sent again after a lost connection and after an answer that may pass, until its
+deadline. So it may be computed twice, but it is answered once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,9 @@ from pdcluster_router.operate.clients import TokenRefused, Unreachable
 
 # Pauses double from the first to the longest, with chance in them.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
-# Of a router's own errors, which mostly come again.
+# The router has no room now. A line waits for it until its deadline.
+WAITING = frozenset((429, 503, 529))
+# Of other errors that may pass, which mostly come again.
 MOST_FAULTS = 3
 # The longest that a router is asked to take for one try, and what is waited beyond that.
 TRY_S, SLACK_S = 600.0, 30.0
@@ -31,25 +34,16 @@ GROWTH, KEPT = 1.0, 0.7
 
 
 class Window:
-    """How many lines may be open: at most `most`, fewer after refusals."""
+    """How many lines a router may have open: at most `most`, fewer after refusals."""
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.most = most
         self.size = float(most)
-        self.num_open = 0
         self._clock = clock
         self._shrunk_at = clock()
-        self._freed = asyncio.Condition()
 
-    async def __aenter__(self) -> None:
-        async with self._freed:
-            await self._freed.wait_for(lambda: self.num_open < max(int(self.size), 1))
-            self.num_open += 1
-
-    async def __aexit__(self, *_: object) -> None:
-        self.num_open -= 1
-        async with self._freed:
-            self._freed.notify_all()
+    def has_room(self, num_open: int) -> bool:
+        return num_open < max(int(self.size), 1)
 
     def grow(self) -> None:
         self.size = min(self.size + GROWTH / self.size, float(self.most))
@@ -66,6 +60,7 @@ class _Standing:
     """What is known of a router. The clock's time until which it is left alone, and failures in a row."""
 
     client: RouterClient
+    window: Window
     alone_until: float = 0.0
     num_failed: int = 0
 
@@ -76,13 +71,15 @@ class RouterPool:
     def __init__(
         self,
         clients: Sequence[RouterClient],
-        window: Window,
+        most_open: int,
         deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
         unreachable_s: float = UNREACHABLE_S,
     ) -> None:
-        self._routers = [_Standing(client) for client in clients]
-        self._window, self._deadline_s, self._clock = window, deadline_s, clock
+        """most_open: lines that one router may have open."""
+        self._routers = [_Standing(client, Window(most_open, clock)) for client in clients]
+        self._deadline_s, self._clock = deadline_s, clock
+        self._freed = asyncio.Event()
         self._unreachable_s = unreachable_s
         self._heard_at: float | None = None
         self._began_at = clock()
@@ -92,16 +89,16 @@ class RouterPool:
         """Raises Unreachable and TokenRefused, which end the run."""
         ends_at, num_tries, num_faults = self._clock() + self._deadline_s, 0, 0
         while True:
-            async with self._window:
-                router = await self._reachable()
-                found = await self._try(router, line, max(ends_at - self._clock(), 0.001))
+            router = await self._with_room()
+            found = await self._try(router, line, max(ends_at - self._clock(), 0.001))
+            self._freed.set()
             wait_s, num_tries = _pause_s(num_tries), num_tries + 1
             if isinstance(found, Reply):
                 answer = LineAnswer(line.custom_id, found.status, found.header(b"x-request-id"), bytes(found.body))
-                num_faults += found.status == 500
+                num_faults += found.status not in WAITING
                 if found.status not in PASSING or num_faults == MOST_FAULTS:
                     return answer
-                wait_s = max(wait_s, _retry_after_s(found)) if found.status in (429, 503, 529) else wait_s
+                wait_s = max(wait_s, _retry_after_s(found)) if found.status in WAITING else wait_s
             if self._clock() + wait_s >= ends_at:
                 return self._too_late(line, found)
             self.num_sent_again += 1
@@ -121,31 +118,46 @@ class RouterPool:
         try:
             reply = await router.client.post(line.url, headers, line.body, try_s + SLACK_S)
         except ConnectionBroken as error:
-            if self._clock() >= router.alone_until:  # its open lines fail together
-                router.num_failed += 1
-                router.alone_until = self._clock() + _pause_s(router.num_failed - 1)
+            if error.was_open:
+                self._heard_at = self._clock()
+            self._leave_alone(router)
             return error
-        self._heard_at, router.num_failed = self._clock(), 0
+        self._heard_at = self._clock()
         if reply.status in (401, 403):
             raise TokenRefused(
                 f"{router.client.address} does not take the API key; pass the right one with --key-file FILE or "
                 "PDCTL_KEY_FILE"
             )
-        if reply.status == 429:
-            self._window.shrink()
-        elif 200 <= reply.status < 300:
-            self._window.grow()
+        if reply.status in WAITING:
+            router.window.shrink()
+            self._leave_alone(router, _retry_after_s(reply))
+        else:
+            router.num_failed = 0
+            router.window.grow()
         return reply
 
-    async def _reachable(self) -> _Standing:
+    def _leave_alone(self, router: _Standing, least_s: float = 0.0) -> None:
+        """For a pause that grows. Its open lines fail together, and count once."""
+        now = self._clock()
+        if now >= router.alone_until:
+            router.num_failed += 1
+            router.alone_until = now + max(_pause_s(router.num_failed - 1), least_s)
+
+    async def _with_room(self) -> _Standing:
         """The router for the next try. Raises Unreachable when none answers for long, or none did at the start."""
         while True:
             now = self._clock()
-            open_now = [router for router in self._routers if router.alone_until <= now]
-            if open_now:
-                return min(open_now, key=lambda router: router.client.num_open)
-            self._check_heard(now)
-            await asyncio.sleep(min(router.alone_until for router in self._routers) - now)
+            reachable = [router for router in self._routers if router.alone_until <= now]
+            free = [router for router in reachable if router.window.has_room(router.client.num_open)]
+            if free:
+                return min(free, key=lambda router: router.client.num_open)
+            if not reachable:
+                self._check_heard(now)
+            self._freed.clear()
+            waits = [router.alone_until - now for router in self._routers if router.alone_until > now]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(waits, default=LONGEST_PAUSE_S)):
+                    await self._freed.wait()
 
     def _check_heard(self, now: float) -> None:
         names = ", ".join(router.client.address for router in self._routers)

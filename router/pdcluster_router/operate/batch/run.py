@@ -28,7 +28,7 @@ from pdcluster_router.operate.batch.http_client import RouterClient
 from pdcluster_router.operate.batch.lines import BadLine, BatchLine, LineIndex, read_lines
 from pdcluster_router.operate.batch.ordered import OrderedAnswers
 from pdcluster_router.operate.batch.progress import BatchCount, line_of, show_progress
-from pdcluster_router.operate.batch.routers import RouterPool, Window
+from pdcluster_router.operate.batch.routers import RouterPool
 from pdcluster_router.operate.clients import resolved_hosts
 
 # Lines in order that may begin beyond the one that is waited for, for each that may be open.
@@ -70,6 +70,10 @@ def run(options: BatchOptions) -> int:
         seconds = uvloop.run(_run(options, clients, index, files, count))
     finally:
         files.close()
+    if count.num_left > 0:
+        raise ConfigError(
+            f"{options.lines} changed while it was read: {count.num_left} of its lines were not found again"
+        )
     again = f", {count.num_sent_again} sent again" if count.num_sent_again else ""
     print(f"{line_of(count, seconds)}{again}", file=sys.stderr)
     if count.num_failed:
@@ -92,7 +96,7 @@ async def _run(
 ) -> float:
     """Returns the seconds that it took."""
     began = time.monotonic()
-    pool = RouterPool(clients, Window(options.concurrency), options.deadline_s)
+    pool = RouterPool(clients, options.concurrency, options.deadline_s)
     writer = _Writer(files, count, options)
     lines = read_lines(options.lines)
     shown = None if options.is_quiet else asyncio.ensure_future(show_progress(count))

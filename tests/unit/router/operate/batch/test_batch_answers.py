@@ -118,6 +118,9 @@ def test_errors_that_may_pass_are_tried_again_and_the_others_stay(tmp_path: Path
         (good("a").text() + b"\0\0\0\n" + good("b").text(), "line 2 of .* is no answer of a batch"),
         (good("other").text(), "line 1 of .* answers 'other', which is in no line of the input"),
         (good("a").text() * 2, "line 2 of .* answers 'a' once more"),
+        (b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{}}\n', "neither a response nor an error"),
+        (b"a note of mine", "ends with text that is no answer"),
+        (good("a").text() + b"a note", "ends with text that is no answer"),
     ],
 )
 def test_a_file_that_is_not_of_this_batch_is_left_as_it_is(tmp_path: Path, text: bytes, message: str) -> None:
@@ -126,6 +129,31 @@ def test_a_file_that_is_not_of_this_batch_is_left_as_it_is(tmp_path: Path, text:
     with pytest.raises(ConfigError, match=message):
         open_answers(out, errors_beside(out), LineIndex.of(given))
     assert out.read_bytes() == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (good("other").text(), "line 1 of .* answers 'other', which is in no line of the input"),
+        (LineAnswer("other", 400, "r", b"{}").text(), "answers 'other', which is in no line of the input"),
+        (b'{"custom_id":"a","method":"POST"}\n', "neither a response nor an error"),
+        (b"a note of mine", "ends with text that is no answer"),
+    ],
+)
+def test_a_file_of_errors_that_is_not_of_this_batch_is_left_as_it_is(tmp_path: Path, text: bytes, message: str) -> None:
+    given, out, errors = write_input(tmp_path), tmp_path / "out.jsonl", tmp_path / "notes"
+    errors.write_bytes(text)
+    with pytest.raises(ConfigError, match=message):
+        open_answers(out, errors, LineIndex.of(given))
+    assert errors.read_bytes() == text
+
+
+def test_two_runs_do_not_write_one_file_of_errors(tmp_path: Path) -> None:
+    given, errors = write_input(tmp_path), tmp_path / "errors"
+    files = open_answers(tmp_path / "one", errors, LineIndex.of(given))
+    with pytest.raises(ConfigError, match=r"another run writes .*errors"):
+        open_answers(tmp_path / "two", errors, LineIndex.of(given))
+    files.close()
 
 
 def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections import Counter
@@ -146,6 +147,39 @@ def test_the_other_router_goes_on_where_one_is_gone(tmp_path: Path) -> None:
     with serving(router) as api:
         assert run(tmp_path, f"{gone},{api}", "--concurrency", "8").exit_code == 0
     assert len(answers(tmp_path)) == 50 and set(router.tries.values()) == {1}
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_router_that_refuses_at_once_does_not_take_the_lines_of_another(tmp_path: Path, status: int) -> None:
+    """A router without open lines has the fewest."""
+    write_lines(tmp_path, 80)
+    refusing, router = BatchRouter(lambda *_: (status, {"retry-after": "1"}, b"{}")), BatchRouter(pause_s=0.02)
+    with serving(refusing) as first, serving(router) as second:
+        assert run(tmp_path, f"{first},{second}", "--concurrency", "16").exit_code == 0
+    assert len(answers(tmp_path)) == 80 and len(router.paths) == 80
+    assert len(refusing.paths) < 80 / 2
+
+
+def test_a_router_that_ends_before_its_first_answer_is_waited_for(tmp_path: Path) -> None:
+    write_lines(tmp_path, 4)
+    router = BatchRouter(lambda name, num_try: None if num_try < 3 else good(name, num_try))
+    with serving(router) as api:
+        assert run(tmp_path, api).exit_code == 0
+    assert len(answers(tmp_path)) == 4
+
+
+def test_errors_but_refusals_are_tried_three_times(tmp_path: Path) -> None:
+    write_lines(tmp_path, 2)
+    router = BatchRouter(lambda name, _: ({"n0": 502, "n1": 504}[name], {}, b"{}"))
+    with serving(router) as api:
+        assert run(tmp_path, api).exit_code == 1
+    assert set(router.tries.values()) == {3} and len(errors(tmp_path)) == 2
+
+
+def test_an_input_that_cannot_be_read_twice_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "in.jsonl")
+    result = run(tmp_path, "127.0.0.1:9")
+    assert result.exit_code == 2 and "is no file that can be read twice" in result.output
 
 
 def test_a_run_without_any_router_ends_with_exit_code_4_and_writes_nothing(tmp_path: Path) -> None:
