@@ -223,7 +223,12 @@ class Scheduler:
         self._give_way()
         num_before = self.num_preemptions
         self._take_decodes(step, is_batch=False)
-        num_batch = sum(row.is_batch and row.num_pending == 1 for row in self._running)
+        # Left free of chunks for the batch rows that may decode.
+        num_batch, most = (
+            sum(row.is_batch and row.num_pending == 1 for row in self._running),
+            self._most_batch_decodes(),
+        )
+        num_batch = num_batch if most is None else min(num_batch, most)
         step.left = max(step.left - num_batch, 1)
         self._take_chunks(step, is_batch=False)
         if self.num_preemptions == num_before:

@@ -200,3 +200,18 @@ def test_beside_other_rows_only_some_batch_rows_decode_and_the_others_keep_their
     assert node.scheduler.num_preemptions == 0 and "chat" in node.ended
     node.run()
     assert all(node.tokens[f"b{n}"] == node.expected([1 + n, 2], max_tokens=9) for n in range(3)) and node.is_clean()
+
+
+def test_batch_rows_that_may_not_decode_take_nothing_from_the_chunks_of_others():
+    node = Node(token_budget=8)
+    for name in ("b0", "b1", "b2"):
+        node.add(name, [1 + int(name[1]), 2], is_batch=True, max_tokens=9)
+    node.add("chat", [4, 5, 6], max_tokens=9)
+    node.step()
+    node.step()
+    node.scheduler.most_batch_rows = lambda rows, context: 0
+    node.add("long", LONG)
+    assert shape(node.plan())[1:] == [("long", 0, 7)]
+    node.scheduler.drop_step()
+    node.run()
+    assert node.is_clean()
