@@ -224,11 +224,9 @@ class Scheduler:
         num_before = self.num_preemptions
         self._take_decodes(step, is_batch=False)
         # Left free of chunks for the batch rows that may decode.
-        num_batch, most = (
-            sum(row.is_batch and row.num_pending == 1 for row in self._running),
-            self._most_batch_decodes(),
-        )
-        num_batch = num_batch if most is None else min(num_batch, most)
+        num_batch = sum(row.is_batch and row.num_pending == 1 for row in self._running)
+        most_rows = self._most_batch_decodes()
+        num_batch = num_batch if most_rows is None else min(num_batch, most_rows)
         step.left = max(step.left - num_batch, 1)
         self._take_chunks(step, is_batch=False)
         if self.num_preemptions == num_before:
