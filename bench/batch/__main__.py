@@ -26,9 +26,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -44,7 +45,8 @@ PARTS = ("alone", "beside", "kills", "real")
 CLIENTS = 64
 ALONE_GOAL, TTFT_ALLOWED, ITL_ALLOWED = 0.95, 1.2, 1.1
 READY = b"GET /ready HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-WITHIN_S = 120.0
+# One request, or the next part of a batch; and a whole batch.
+WITHIN_S, WHOLE_S = 120.0, 1200.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,17 +132,32 @@ def batch_rate(served: Served, shape: Shape, lines: Path, num_lines: int) -> flo
     """Lines per second of pdctl."""
     out = lines.with_suffix(".out")
     run = pdctl(lines, out, served.addresses, shape)
-    while not out.exists():
-        if run.poll() is not None:
-            raise RuntimeError(f"pdctl ended with {run.returncode} before it began")
-        time.sleep(0.002)
+    wait_for(run, out.exists, "opens its output", 0.002)
     began = time.perf_counter()
-    if run.wait() != 0:
-        raise RuntimeError(f"pdctl ended with {run.returncode}")
+    finish(run)
     taken = time.perf_counter() - began
     check_once(out, num_lines)
     out.unlink()
     return num_lines / taken
+
+
+def wait_for(run: subprocess.Popen[bytes], is_so: Callable[[], object], what: str, pause_s: float = 0.05) -> None:
+    """Until it is so. Raises where pdctl ends before, or takes too long."""
+    until = time.monotonic() + WITHIN_S
+    while not is_so():
+        if time.monotonic() > until or run.poll() is not None:
+            raise RuntimeError(f"pdctl, with exit code {run.poll()}, never {what}")
+        time.sleep(pause_s)
+
+
+def finish(run: subprocess.Popen[bytes]) -> None:
+    """Wait for pdctl's end. Raises where it fails, or takes too long."""
+    if run.wait(WHOLE_S) != 0:
+        raise RuntimeError(f"pdctl ended with {run.returncode}")
+
+
+def num_written(out: Path) -> int:
+    return out.read_bytes().count(b"\n") if out.exists() else 0
 
 
 def check_once(out: Path, num_lines: int) -> int:
@@ -209,6 +226,11 @@ def p99(samples: Sequence[float]) -> float:
 
 
 async def stream(address: str, body: dict[str, object], seen: Streams) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        await read_stream(address, body, seen)
+
+
+async def read_stream(address: str, body: dict[str, object], seen: Streams) -> None:
     host, _, port = address.rpartition(":")
     content = json.dumps(body | {"stream": True}).encode()
     began = time.perf_counter()
@@ -261,11 +283,10 @@ def beside(
                 lines, out = Path(folder) / "in.jsonl", Path(folder) / "out.jsonl"
                 write_lines(lines, shape, served.model, num_lines, seed)
                 run = pdctl(lines, out, served.addresses, shape)
-                while not out.exists() or not out.stat().st_size:
-                    time.sleep(0.01)
-                before = out.read_bytes().count(b"\n")
+                wait_for(run, partial(num_written, out), "writes an answer", 0.01)
+                before = num_written(out)
                 runs[True].append(interactive(served, shape, rate, seconds, seed, "with"))
-                batch_rates.append((out.read_bytes().count(b"\n") - before) / seconds)
+                batch_rates.append((num_written(out) - before) / seconds)
                 run.send_signal(signal.SIGKILL)
                 run.wait()
                 time.sleep(1.0)  # what it left running ends
@@ -288,15 +309,11 @@ def kills(num_lines: int) -> Row:
         write_lines(lines, shape, served.model, num_lines, "kills")
         run = pdctl(lines, out, served.addresses, shape)
 
-        def wait_for(share: float) -> None:
-            until = time.monotonic() + WITHIN_S
-            while not out.exists() or out.read_bytes().count(b"\n") < share * num_lines:
-                if time.monotonic() > until or run.poll() is not None:
-                    raise RuntimeError(f"the batch does not reach {share:.0%}; pdctl: {run.poll()}")
-                time.sleep(0.05)
+        def reach(share: float) -> None:
+            wait_for(run, lambda: num_written(out) >= share * num_lines, f"answers {share:.0%}")
 
         for number, share in ((0, 0.2), (1, 0.6)):
-            wait_for(share)
+            reach(share)
             victim = served.processes[-2 + number]
             victim.kill()
             victim.wait()
@@ -304,12 +321,11 @@ def kills(num_lines: int) -> Row:
             start(fresh, router_flags(served.bootstrap, served.addresses[number]))
             served.processes[-2 + number] = fresh[0]
             if number == 0:
-                wait_for(0.4)
+                reach(0.4)
                 run.kill()
                 run.wait()
                 run = pdctl(lines, out, served.addresses, shape)
-        if run.wait() != 0:
-            raise RuntimeError(f"pdctl ended with {run.returncode}")
+        finish(run)
         once = check_once(out, num_lines)
     case = "two SIGKILLs of routers, one of pdctl"
     total = float(num_lines)

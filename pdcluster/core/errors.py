@@ -11,6 +11,7 @@
     ├─ Unavailable           no node can serve this at all           503
     │  └─ NoNodeTakesWork    for now; a request may wait for one     503
     ├─ ModelChanged          its model was replaced meanwhile        503
+    ├─ RequestStopped        it lost nodes, and may be why           500
     ├─ DeadlineExceeded      a stage ran out of time                 504
     ├─ Cancelled             the client left                         499
     ├─ ConfigError           bad flag, file or environment; at start
@@ -122,6 +123,12 @@ class ModelChanged(PdclusterError):
 
     code = "model_changed"
     http_status = 503
+
+
+class RequestStopped(PdclusterError):
+    """Several nodes were lost one after another while they had the request. Sent again, it may end as many more."""
+
+    code = "request_stopped"
 
 
 class DeadlineExceeded(PdclusterError):

@@ -175,7 +175,7 @@ class ChatTemplate:
             return self._bounded(render, bounds)
         except jinja2.TemplateError as error:
             reason = str(error)[:MOST_REASON]
-            raise BadRequest(f"the model's chat template refuses these messages: {reason}", "messages") from error
+            raise BadRequest(f"the model's chat template refuses this conversation: {reason}", "messages") from error
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
             # A template is a program over the caller's messages. When it fails on them, they must change.
             reason = f"{type(error).__name__}: {str(error)[:MOST_REASON]}"

@@ -14,7 +14,7 @@ MAX_AGE_S = 600
 MAX_ASKED_BYTES = 2048
 EXPOSED = (
     b"x-request-id, retry-after, x-pdcluster-mode, x-pdcluster-prefill, x-pdcluster-decode, x-pdcluster-transfer, "
-    b"x-pdcluster-predicted-wait-s, request-id"
+    b"x-pdcluster-predicted-wait-s, x-should-retry, request-id"
 )
 ORIGIN, ASKED_METHOD, ASKED_HEADERS = b"origin", b"access-control-request-method", b"access-control-request-headers"
 

@@ -13,6 +13,7 @@ from pdcluster.core.errors import (
     ContextTooLong,
     Overloaded,
     PdclusterError,
+    RequestStopped,
     RequestTooLarge,
     Unauthorized,
 )
@@ -111,6 +112,8 @@ def _headers(error: PdclusterError) -> bytes:
         headers += b"retry-after: %d\r\n" % max(1, math.ceil(wait_s))
     if isinstance(error, Overloaded):
         headers += b"x-pdcluster-predicted-wait-s: %.3f\r\n" % error.retry_after_s
+    if isinstance(error, RequestStopped):
+        headers += b"x-should-retry: false\r\n"  # the clients of OpenAI and Anthropic heed it
     if isinstance(error, Unauthorized):
         headers += b"www-authenticate: Bearer\r\n"
     if isinstance(error, MethodNotAllowed):

@@ -8,12 +8,12 @@ service level:
 2. Rows. Tokens of answers that come each second ÷ what a node makes at the largest batch that keeps the inter-token
    limit; or the rows that there are ÷ that batch, when that is more. Prompts and rows of one node share its time, so
    both add up.
-3. Pages. Those in use ÷ PAGES of all, when that is more than 1 and 2.
+3. Pages. Those in use ÷ PAGES of all, when that is more than 1 and 2. Batch rows' part of them does not count.
 
 Work R, in nodes or rows, needs (R + SPREAD √R) ÷ TARGET of them: by chance more comes at times, for few nodes by a
 larger share (square-root staffing: Halfin and Whitt 1981). The rest of TARGET is for growth while a node starts.
 
-Batch requests fill what there is, so they need no nodes. Only where a pool has none, one that waits asks for the first.
+Batch requests fill what there is. They ask for the first node of a pool and keep the last one, and need no others.
 
 So queues count by their work and not by their length, and work is seen when it comes and not when it waits. All numbers
 are the nodes' reports or the routers' demand, so every router finds nearly the same.
@@ -177,7 +177,8 @@ def _signal(
     use = staffed(prompts) / num + (staffed(rows) / room if room else 0.0)
     saturation = max(use, _pages(nodes) / levels.pages)
     full = num * saturation
-    return PoolSignal(role, num, saturation, max(ceil(full - SLACK), 1 if full > IDLE else 0))
+    is_used = full > IDLE or any(_has_batch(node) for node in nodes)
+    return PoolSignal(role, num, saturation, max(ceil(full - SLACK), int(is_used)))
 
 
 def staffed(work: float) -> float:
@@ -203,7 +204,14 @@ def _batch_rows(node: NodeView) -> int:
     return node.pending.batch_rows + (node.load.batch_rows if node.load is not None else 0)
 
 
+def _has_batch(node: NodeView) -> bool:
+    return _batch_rows(node) > 0 or node.pending.batch_tokens + (node.load.batch_tokens if node.load else 0) > 0
+
+
 def _pages(nodes: Sequence[NodeView]) -> float:
     loads = [node.load for node in nodes if node.load is not None]
-    used = sum(load.pages_total - load.pages_free - load.pages_cached for load in loads)
+    used = sum(
+        (load.pages_total - load.pages_free - load.pages_cached) * (1.0 - load.batch_rows / max(load.slots_used, 1))
+        for load in loads
+    )
     return used / max(sum(load.pages_total for load in loads), 1)

@@ -103,7 +103,7 @@ class RetryBudget:
         self.attempts += 1
         self._failures += 1
         if len(self._lost) >= MAX_LOST_NODES:
-            raise errors.Unavailable(
+            raise errors.RequestStopped(
                 f"request {job.request} lost {len(self._lost)} nodes without progress and is stopped, "
                 f"since it may be what ends them; last: {failure.cause}"
             ) from failure.cause

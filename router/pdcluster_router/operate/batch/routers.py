@@ -96,7 +96,8 @@ class RouterPool:
             if isinstance(found, Reply):
                 answer = LineAnswer(line.custom_id, found.status, found.header(b"x-request-id"), bytes(found.body))
                 num_faults += found.status not in WAITING
-                if found.status not in PASSING or num_faults == MOST_FAULTS:
+                is_final = found.status not in PASSING or found.header(b"x-should-retry") == "false"
+                if is_final or num_faults == MOST_FAULTS:
                     return answer
                 wait_s = max(wait_s, _retry_after_s(found)) if found.status in WAITING else wait_s
             if self._clock() + wait_s >= ends_at:

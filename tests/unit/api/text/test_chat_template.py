@@ -93,7 +93,7 @@ def test_a_developer_message_is_a_system_message_to_templates_that_do_not_know_i
 
 def test_what_the_template_raises_is_the_caller_s_to_fix() -> None:
     template = ChatTemplate(CHAT_TEMPLATE, SPECIAL)
-    with pytest.raises(BadRequest, match="refuses these messages: a system message must come first") as caught:
+    with pytest.raises(BadRequest, match="refuses this conversation: a system message must come first") as caught:
         template.render([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}])
     assert caught.value.param == "messages"
 

@@ -74,6 +74,17 @@ def test_rows_count_by_what_keeps_the_limit() -> None:
     assert coming.saturation == pytest.approx(staffed(20) / 10)
 
 
+def test_batch_rows_need_no_pages_but_keep_the_last_node() -> None:
+    """Else a night's batch has pools grow, and a pool of none loses the node that it runs on."""
+    full = {"pages_free": 0, "slots_used": 8, "rows": 8}
+    for num_batch, wanted in ((8, 1), (4, 1), (0, 2)):
+        nodes = [PAIR[0], node("d0", "decode", **full, batch_rows=num_batch)]
+        found = signals(nodes)["decode"]
+        assert found.wanted == wanted, num_batch
+        assert found.saturation <= (0.0 if num_batch == 8 else 0.6 if num_batch else 1.2), num_batch
+    assert signals([node("p0", "prefill", batch_tokens=7)])["prefill"].wanted == 1
+
+
 def test_a_pool_without_free_pages_is_full() -> None:
     full = [PAIR[0], node("d0", "decode", pages_free=0, pages_cached=10)]
     assert signals(full)["decode"].saturation == pytest.approx(1.0)

@@ -128,7 +128,7 @@ def test_a_request_that_ends_nodes_is_stopped_after_three() -> None:
         budget.spend(RetryAttempt(errors.TransferError("cut"), "p0"), job, 0.0)
         budget.spend(RetryAttempt(errors.NodeLost("killed"), f"d0-{number}"), job, 0.0)
         budget.spend(RetryAttempt(errors.NodeLost("killed"), f"d0-{number}"), job, 0.0)
-    with pytest.raises(errors.Unavailable, match="lost 3 nodes without progress"):
+    with pytest.raises(errors.RequestStopped, match="lost 3 nodes without progress"):
         budget.spend(RetryAttempt(errors.NodeLost("killed"), "d0-2"), job, 0.0)
 
 
@@ -146,7 +146,7 @@ def test_the_token_that_comes_with_each_prompt_is_no_progress() -> None:
         job.emitted.append(7)
         budget.spend(RetryAttempt(errors.NodeLost("killed"), f"d0-{number}"), job, 0.0)
     job.emitted.append(7)
-    with pytest.raises(errors.Unavailable, match="lost 3 nodes without progress"):
+    with pytest.raises(errors.RequestStopped, match="lost 3 nodes without progress"):
         budget.spend(RetryAttempt(errors.NodeLost("killed"), "d0-2"), job, 0.0)
 
 

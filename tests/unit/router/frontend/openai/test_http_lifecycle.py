@@ -15,7 +15,7 @@ import psutil
 import pytest
 from scripted_dispatcher import MAX_LEN, MODEL, TEXT, ScriptedDispatcher, Step, Wait, says, served, until
 
-from pdcluster.core.errors import Cancelled, ConfigError, DeadlineExceeded, NodeLost
+from pdcluster.core.errors import Cancelled, ConfigError, DeadlineExceeded, NodeLost, RequestStopped
 from pdcluster_router.core.generation import Done, Generation, Running, Sink, TokenChunk
 from pdcluster_router.frontend.app import HttpSettings, create_app
 from pdcluster_router.frontend.server import listening, router_metrics
@@ -223,6 +223,15 @@ async def test_a_refusal_says_when_to_retry_in_whole_seconds_rounded_up(
     reply = await client.post(PLAIN, json=body())
     assert (reply.status_code, reply.headers["retry-after"]) == (429, seconds)
     assert reply.headers["x-pdcluster-predicted-wait-s"] == predicted
+
+
+async def test_clients_are_told_not_to_send_again_what_may_end_nodes(
+    client: httpx.AsyncClient, dispatcher: ScriptedDispatcher
+) -> None:
+    dispatcher.script = lambda _: [RequestStopped("request r1 lost 3 nodes without progress")]
+    reply = await client.post(PLAIN, json=body())
+    assert (reply.status_code, reply.headers["x-should-retry"]) == (500, "false")
+    assert reply.json()["error"]["code"] == "request_stopped" and "retry-after" not in reply.headers
 
 
 @pytest.mark.parametrize(

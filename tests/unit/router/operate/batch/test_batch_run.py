@@ -111,6 +111,16 @@ def test_bad_lines_and_refused_ones_are_in_the_file_of_errors_and_stay_there_by_
     assert Counter(names(errors(tmp_path))) == Counter(["n0", None, "s"])
 
 
+def test_a_line_that_may_end_nodes_is_sent_once_and_by_the_next_run_once_more(tmp_path: Path) -> None:
+    write_lines(tmp_path, 2)
+    stopped: Answer = (500, {"x-should-retry": "false"}, b'{"error":{"code":"request_stopped"}}')
+    router = BatchRouter(lambda name, num_try: stopped if name == "n0" else good(name, num_try))
+    with serving(router) as api:
+        for num_runs in (1, 2):
+            assert run(tmp_path, api).exit_code == 1
+            assert router.tries == {"n0": num_runs, "n1": 1} and names(errors(tmp_path)) == ["n0"]
+
+
 def test_refusals_and_lost_connections_are_tried_again_after_the_time_that_is_asked_for(tmp_path: Path) -> None:
     write_lines(tmp_path, 3)
     script: dict[str, list[Answer]] = {"n0": [(429, {"retry-after": "1"}, b"{}")], "n1": [(503, {}, b"{}"), None]}
