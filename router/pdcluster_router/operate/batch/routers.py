@@ -1,8 +1,8 @@
 """Routers that share a batch: which one gets a line, and what becomes of a line that one does not answer.
 
 A line goes to the router with the fewest open ones. A router that cannot be reached or has no room is left
-alone for a while that grows. A line is sent again after a lost connection and after an answer that may pass, until its
-deadline. So it may be computed twice, but it is answered once.
+alone for a while that grows. After a lost connection and after an answer that may pass, a line is sent again until its
+deadline, to another router where one has room. So it may be computed twice, but it is answered once.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ class RouterPool:
     async def answer(self, line: BatchLine) -> LineAnswer | LineFailure:
         """Raises Unreachable and TokenRefused, which end the run."""
         ends_at, num_tries, num_faults = self._clock() + self._deadline_s, 0, 0
+        router: _Standing | None = None
         while True:
-            router = await self._with_room()
+            router = await self._with_room(router)
             found = await self._try(router, line, max(ends_at - self._clock(), 0.001))
             self._freed.set()
             wait_s, num_tries = _pause_s(num_tries), num_tries + 1
@@ -144,14 +145,16 @@ class RouterPool:
             router.num_failed += 1
             router.alone_until = now + max(_pause_s(router.num_failed - 1), least_s)
 
-    async def _with_room(self) -> _Standing:
-        """The router for the next try. Raises Unreachable when none answers for long, or none did at the start."""
+    async def _with_room(self, last: _Standing | None) -> _Standing:
+        """The router for the next try, after that of the last one. Raises Unreachable when none answers for long, or
+        none did at the start.
+        """
         while True:
             now = self._clock()
             reachable = [router for router in self._routers if router.alone_until <= now]
             free = [router for router in reachable if router.window.has_room(router.client.num_open)]
             if free:
-                return min(free, key=lambda router: router.client.num_open)
+                return min(free, key=lambda router: (router is last, router.client.num_open))
             if not reachable:
                 self._check_heard(now)
             self._freed.clear()

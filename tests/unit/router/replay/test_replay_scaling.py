@@ -39,7 +39,6 @@ def test_every_request_ends_and_nodes_are_paid_from_start_to_end(rule: str) -> N
     end_s = max(flight.end_s for flight in outcome.flights)
     assert 2 * asked.span_s <= outcome.node_s <= 7 * (end_s + 1.0)
     assert 2 <= outcome.most_nodes <= 7
-    assert outcome == replay(asked, most, "seconds", scaling=spec) or outcome.node_s > 0
 
 
 def test_prediction_meets_a_wave_and_lets_nodes_go() -> None:

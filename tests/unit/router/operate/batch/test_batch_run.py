@@ -161,13 +161,13 @@ def test_the_other_router_goes_on_where_one_is_gone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_router_that_refuses_at_once_does_not_take_the_lines_of_another(tmp_path: Path, status: int) -> None:
-    """A router without open lines has the fewest."""
+    """A router without open lines has the fewest. What it refused goes to the other one."""
     write_lines(tmp_path, 80)
     refusing, router = BatchRouter(lambda *_: (status, {"retry-after": "1"}, b"{}")), BatchRouter(pause_s=0.02)
     with serving(refusing) as first, serving(router) as second:
         assert run(tmp_path, f"{first},{second}", "--concurrency", "16").exit_code == 0
     assert len(answers(tmp_path)) == 80 and len(router.paths) == 80
-    assert len(refusing.paths) < 80 / 2
+    assert len(refusing.paths) < 80 / 2 and set(refusing.tries.values()) == {1}
 
 
 def test_a_router_that_ends_before_its_first_answer_is_waited_for(tmp_path: Path) -> None:
