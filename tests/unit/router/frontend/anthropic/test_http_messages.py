@@ -314,7 +314,9 @@ async def test_a_client_that_leaves_ends_its_generation(client, dispatcher) -> N
     dispatcher.script = lambda _: [*says("he", "length"), Wait(asyncio.Event())]
     async with client.stream("POST", "/v1/messages", json=body(stream=True)) as reply:
         await anext(reply.aiter_text())
+        assert dispatcher.cancelled == []
     await until(lambda: bool(dispatcher.cancelled))
+    assert len(dispatcher.cancelled) == len(dispatcher.started) == 1
 
 
 async def test_the_start_waits_for_the_first_token(client, dispatcher) -> None:

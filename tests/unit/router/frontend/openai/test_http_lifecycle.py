@@ -439,14 +439,18 @@ async def test_a_body_that_does_not_arrive_is_408(dispatcher: ScriptedDispatcher
         assert (await client.post(PLAIN, json=body())).status_code == 200
 
 
-async def test_a_client_that_leaves_during_its_upload_is_only_counted(client: httpx.AsyncClient) -> None:
+async def test_a_client_that_leaves_during_its_upload_is_only_counted(
+    client: httpx.AsyncClient, dispatcher: ScriptedDispatcher
+) -> None:
     _, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
     writer.write(f"POST {PLAIN} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n".encode() + b'{"model"')
     await writer.drain()
     await asyncio.sleep(0.02)
     writer.close()
-    while "pdcluster_client_disconnects_total 1.0" not in (await client.get("/metrics")).text:
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(20):
+        while "pdcluster_client_disconnects_total 1.0" not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0.01)
+    assert dispatcher.started == []
 
 
 async def test_shutdown_lets_an_open_stream_finish(dispatcher: ScriptedDispatcher) -> None:
